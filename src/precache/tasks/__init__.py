@@ -1,0 +1,44 @@
+"""Tasks and the trajectories of agents that work on them. Plain data: no torch, no tokenizer."""
+
+from __future__ import annotations
+
+from precache.tasks.episodes import Episode, EpisodeParseError, Step, parse_episode
+from precache.tasks.hotpotqa import HOTPOTQA
+from precache.tasks.scienceqa import SCIENCEQA
+from precache.tasks.split import Split, split_of
+from precache.tasks.task import ROLES, LoadedTrajectories, Task, TaskDataError, load_episodes
+from precache.tasks.trajectory import (
+    Segment,
+    Span,
+    Trajectory,
+    TrajectoryFormatError,
+    Turn,
+    read_trajectories,
+    write_trajectories,
+)
+
+TASKS = {task.name: task for task in (SCIENCEQA, HOTPOTQA)}
+
+__all__ = [
+    "HOTPOTQA",
+    "ROLES",
+    "SCIENCEQA",
+    "TASKS",
+    "Episode",
+    "EpisodeParseError",
+    "LoadedTrajectories",
+    "Segment",
+    "Span",
+    "Split",
+    "Step",
+    "Task",
+    "TaskDataError",
+    "Trajectory",
+    "TrajectoryFormatError",
+    "Turn",
+    "load_episodes",
+    "parse_episode",
+    "read_trajectories",
+    "split_of",
+    "write_trajectories",
+]
