@@ -15,7 +15,10 @@ from precache.tasks import (
     Step,
     Trajectory,
     TrajectoryFormatError,
+    action_cue,
+    observation_line,
     read_trajectories,
+    thought_cue,
     write_trajectories,
 )
 
@@ -79,6 +82,26 @@ def test_every_prompt_is_a_prefix_of_the_one_text_ending_in_its_cue(
         "Thought 3:",
         "Action 3:",
     ]
+
+
+def test_agent_loop_built_from_the_cues_writes_the_same_text(trajectory: Trajectory) -> None:
+    plan, action = (iter(trajectory.turns(role)) for role in ("plan", "action"))
+    text = SCIENCEQA.header(EPISODE.question, EPISODE.options)
+    for number in (1, 2):
+        text += thought_cue(number) + next(plan).target
+        text += action_cue(number) + next(plan).target + next(action).target
+        text += observation_line(number, EPISODE.steps[number - 1].observation or "")
+
+    assert trajectory.text.startswith(text)
+    assert text.endswith("Please reflect your answer.\n")
+
+
+def test_observation_is_clipped_to_one_line() -> None:
+    line = observation_line(3, "two\nlines " + "word " * 500)
+
+    assert line.startswith("Observation 3: two lines word")
+    assert line.count("\n") == 1
+    assert len(line) < 430
 
 
 def test_free_answer_task_has_no_options_line() -> None:

@@ -6,7 +6,16 @@ from precache.tasks.episodes import Episode, EpisodeParseError, Step, parse_epis
 from precache.tasks.hotpotqa import HOTPOTQA
 from precache.tasks.scienceqa import SCIENCEQA
 from precache.tasks.split import Split, split_of
-from precache.tasks.task import ROLES, LoadedTrajectories, Task, TaskDataError, load_episodes
+from precache.tasks.task import (
+    ROLES,
+    LoadedTrajectories,
+    Task,
+    TaskDataError,
+    action_cue,
+    load_episodes,
+    observation_line,
+    thought_cue,
+)
 from precache.tasks.trajectory import (
     Segment,
     Span,
@@ -36,9 +45,12 @@ __all__ = [
     "Trajectory",
     "TrajectoryFormatError",
     "Turn",
+    "action_cue",
     "load_episodes",
+    "observation_line",
     "parse_episode",
     "read_trajectories",
     "split_of",
+    "thought_cue",
     "write_trajectories",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precache.errors import PrecacheError
-from precache.tasks.episodes import Episode, EpisodeParseError, Step, parse_episode
+from precache.tasks.episodes import Episode, EpisodeParseError, Step, clip, parse_episode
 from precache.tasks.trajectory import Segment, Trajectory
 
 ROLES = ("plan", "action", "reflect")
@@ -43,6 +43,24 @@ class Task:
         for number, step in enumerate(episode.steps, start=1):
             pieces += _step_segments(number, step)
         return Trajectory(episode.question, _merge_unwritten(pieces))
+
+
+def thought_cue(number: int) -> str:
+    """Return what precedes the thought of a step (from 1).
+
+    Cues end without a space: the writer's first token brings it, as tokenizers like it.
+    """
+    return f"Thought {number}:"
+
+
+def action_cue(number: int) -> str:
+    """Return what precedes the call of a step; the planner writes ` Tool[`, the actor `arg]`."""
+    return f"Action {number}:"
+
+
+def observation_line(number: int, observation: str) -> str:
+    """Return a tool's answer as the line that the roles read: clipped, on one line, ended."""
+    return f"Observation {number}: {clip(observation)}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +107,19 @@ def _read_row(path: Path, number: int, line: str) -> tuple[str, str]:
 
 
 def _step_segments(number: int, step: Step) -> list[Segment]:
-    """Cues carry no trailing space: the writer's first token brings it, as tokenizers like it."""
     thinker = "reflect" if step.is_reflection else "plan"
     arguer = "reflect" if step.is_reflection else "action"
     pieces = [
-        Segment(None, f"Thought {number}:"),
+        Segment(None, thought_cue(number)),
         Segment(thinker, f" {step.thought}\n"),
-        Segment(None, f"Action {number}:"),
+        Segment(None, action_cue(number)),
     ]
     if thinker == arguer:
         pieces.append(Segment(thinker, f" {step.tool}[{step.argument}]\n"))
     else:
         pieces += [Segment(thinker, f" {step.tool}["), Segment(arguer, f"{step.argument}]\n")]
     if step.observation is not None:
-        pieces.append(Segment(None, f"Observation {number}: {step.observation}\n"))
+        pieces.append(Segment(None, observation_line(number, step.observation)))
     return pieces
 
 
