@@ -1,0 +1,1 @@
+"""The engine: a transformers model whose LoRA agents share one cache."""

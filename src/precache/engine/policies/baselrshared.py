@@ -1,0 +1,27 @@
+"""BaseLRShared (LRAgent, arXiv 2602.01053): PreLRShared for agents that were trained with one common A."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from precache.adapters.bank import Adapter
+from precache.adapters.verdicts import first_a_difference
+from precache.engine.policies.prelrshared import PreLRShared
+from precache.errors import PolicyNotAllowedError
+
+
+class BaseLRShared(PreLRShared):
+    """One base and one strip for all. Equal A matrices share a strip by themselves; here they are required."""
+
+    name = "baselrshared"
+
+    def check(self, adapters: Sequence[Adapter]) -> None:
+        """Raise PolicyNotAllowedError naming the first layer whose A differs between two adapters."""
+        difference = first_a_difference(adapters)
+        if difference is not None:
+            layer, module, first, second = difference
+            raise PolicyNotAllowedError(
+                self.name,
+                f"all adapters need the same A matrices, but {first!r} and {second!r} differ "
+                f"in layer {layer} {module}; prelrshared needs no common A",
+            )
