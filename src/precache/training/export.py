@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -22,11 +23,12 @@ def export_adapter(
     `base_name` is what users load as the base model. `record` is None while training still runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = model.peft_config["default"]
-    previous = config.base_model_name_or_path, config.inference_mode
+    config = copy.copy(model.peft_config["default"])
+    assert isinstance(config, LoraConfig)
     config.base_model_name_or_path, config.inference_mode = base_name, True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # the same file in every process
     config.save_pretrained(str(folder))
-    config.base_model_name_or_path, config.inference_mode = previous
     tensors = get_peft_model_state_dict(model)
     weights = {name: t.detach().to(torch.bfloat16).contiguous() for name, t in tensors.items()}
     save_file(weights, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
