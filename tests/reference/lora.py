@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import peft
 import torch
@@ -43,16 +43,16 @@ def make_adapter(
     *,
     targets: Collection[str] = QV,
     rank: int = 4,
-    alpha: float = 8,
+    alpha: int = 8,
     seed: int = 0,
     std: float = 0.15,
     share_a_with: str | Path | None = None,
     share_a_targets: Collection[str] = ("k_proj", "v_proj"),
     rank_pattern: dict[str, int] | None = None,
-    alpha_pattern: dict[str, float] | None = None,
+    alpha_pattern: dict[str, int] | None = None,
     layers_to_transform: list[int] | None = None,
     rslora: bool = False,
-    **lora_config: object,
+    **lora_config: Any,
 ) -> Path:
     """Write a PEFT adapter with random, non-zero A and B for the model of `model_folder`.
 
@@ -77,7 +77,7 @@ def make_adapter(
     _randomise(model, seed, std)
     if share_a_with is not None:
         _copy_a(model, share_a_with, share_a_targets)
-    model.save_pretrained(out_folder)
+    model.save_pretrained(str(out_folder))
     return Path(out_folder)
 
 
@@ -121,7 +121,7 @@ def read_adapter(folder: str | Path) -> AdapterDict:
     return adapter
 
 
-def _scaling(config: dict, module_name: str, rank: int) -> float:
+def _scaling(config: dict[str, Any], module_name: str, rank: int) -> float:
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module_name):
