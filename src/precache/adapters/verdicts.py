@@ -1,0 +1,92 @@
+"""Which sharing policies a set of adapters allows, and why not the others.
+
+Owns the adapter side only: what the model adds (normalised keys) is named as a condition, because no adapter file
+tells. The engine's policies ask here too, so that `precache inspect` and a running engine cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from precache.adapters.bank import Adapter
+from precache.adapters.digest import STRIP_TARGETS, tensor_bytes
+
+# Allowed for every adapter that can be loaded.
+ALWAYS_ALLOWED = ("nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared")
+
+
+@dataclass(frozen=True)
+class PolicyVerdict:
+    """Whether adapters allow a policy; `reason` is empty when there is nothing to say."""
+
+    policy: str
+    allowed: bool
+    reason: str = ""
+
+
+def allowed_policies(adapters: Sequence[Adapter]) -> list[PolicyVerdict]:
+    """One verdict per policy, for these adapters together."""
+    verdicts = [PolicyVerdict(policy, allowed=True) for policy in ALWAYS_ALLOWED]
+    return [*verdicts, _common_a_verdict(adapters)]
+
+
+def _common_a_verdict(adapters: Sequence[Adapter]) -> PolicyVerdict:
+    difference = first_a_difference(adapters)
+    if difference is not None:
+        return PolicyVerdict("baselrshared", False, describe_a_difference(difference))
+    if len(adapters) == 1:
+        reason = "for this adapter alone; every further one needs identical v_proj (and k_proj) A"
+        return PolicyVerdict("baselrshared", True, reason)
+    return PolicyVerdict("baselrshared", True)
+
+
+def describe_a_difference(difference: tuple[int, str, str, str]) -> str:
+    """A sentence for what `first_a_difference` found."""
+    layer, module, first, second = difference
+    return (
+        f"it needs identical A matrices; {module} of layer {layer} differs "
+        f"between {first!r} and {second!r}"
+    )
+
+
+def first_a_difference(adapters: Sequence[Adapter]) -> tuple[int, str, str, str] | None:
+    """The first layer whose cached A differs: (layer, module, adapter name 1, adapter name 2), or None.
+
+    Only A matrices whose products are cached count (v_proj, k_proj), compared bitwise in the dtype of the model.
+    """
+    found = [
+        (layer, module, adapters[0].name, other.name)
+        for other in adapters[1:]
+        if other.a_digest != adapters[0].a_digest
+        for layer, module in _differing_modules(adapters[0], other)
+    ]
+    # v_proj first: every policy caches it, k_proj only with key LoRA.
+    return min(found, key=lambda item: (item[0], item[1] != "v_proj"), default=None)
+
+
+def _differing_modules(first: Adapter, second: Adapter) -> list[tuple[int, str]]:
+    keys = {*first.weights.modules, *second.weights.modules}
+    return [
+        (layer, target)
+        for layer, target in sorted(keys)
+        if target in STRIP_TARGETS and not _same_a(first, second, layer, target)
+    ]
+
+
+def _same_a(first: Adapter, second: Adapter, layer: int, target: str) -> bool:
+    one, two = first.module(layer, target), second.module(layer, target)
+    if one is None or two is None or one.lora_a.shape != two.lora_a.shape:
+        return False
+    return tensor_bytes(one.lora_a) == tensor_bytes(two.lora_a)
+
+
+def model_conditions(adapters: Sequence[Adapter]) -> tuple[str, ...]:
+    """What these adapters need from the model, one sentence each."""
+    names = [adapter.name for adapter in adapters if adapter.has("k_proj")]
+    if not names:
+        return ()
+    return (
+        f"key LoRA (k_proj) in {', '.join(names)}: needs a model without key norms; "
+        "models that normalise keys (Qwen3, Gemma3) are refused with it",
+    )
