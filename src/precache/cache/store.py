@@ -44,6 +44,15 @@ class _Lost:
     reason: Lookup
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What the loaded adapters allow to be kept: strips by key, namespaces, and all tokens but those of stale writers."""
+
+    strips: frozenset[str]
+    namespaces: frozenset[str]
+    stale: Callable[[Writer], bool]
+
+
 class TrajectoryStore:
     """The trajectories of one engine under one memory budget (bytes). Not thread-safe: the engine holds a lock."""
 
@@ -57,6 +66,7 @@ class TrajectoryStore:
         self.evictions = 0
         self.peak_bytes = 0
         self._lost: deque[_Lost] = deque(maxlen=MAX_LOST_RECORDS)
+        self._kept: Kept | None = None
         self._clock = 0
         self._created = 0
 
@@ -84,6 +94,7 @@ class TrajectoryStore:
         trajectory.private = None
         if trajectory.length == 0 and not trajectory.busy and trajectory in self.trajectories:
             self.trajectories.remove(trajectory)
+        self._prune()
 
     def create(self, namespace: str) -> Trajectory:
         """A new, empty trajectory."""
@@ -111,7 +122,8 @@ class TrajectoryStore:
         best_rank = (0, False, 0)
         for trajectory in self.trajectories:
             if trajectory.namespace == namespace:
-                matched = min(common_prefix(trajectory.token_ids, prompt), len(prompt) - 1)
+                usable = trajectory.token_ids[: self._usable(trajectory)]
+                matched = min(common_prefix(usable, prompt), len(prompt) - 1)
                 rank = (matched, not trajectory.busy, trajectory.last_used)
                 if best is None or rank > best_rank:
                     best, best_rank = trajectory, rank
@@ -162,11 +174,16 @@ class TrajectoryStore:
         return sum(trajectory.bytes_held() for trajectory in self.trajectories)
 
     def bytes_needed(self, tokens: int, strips: Sequence[StripLayout], private: int = 0) -> int:
-        """Bytes that a trajectory of so many tokens takes, ``private`` of them twice over as a turn's own k and v."""
+        """Most bytes that a trajectory of so many tokens takes while it grows to that length.
+
+        ``private`` of its tokens are held twice, as a turn's own k and v.
+        """
         per_number = self.layout.dtype.itemsize
         strip_bytes = sum(strip.numbers_per_token for strip in strips) * per_number
         base = self.layout.base_bytes_per_token
-        return self.rounded(tokens) * (base + strip_bytes) + self.rounded(private) * base
+        copied_tensor = self.rounded(tokens) * base // (2 * self.layout.num_layers)
+        held = self.rounded(tokens) * (base + strip_bytes) + self.rounded(private) * base
+        return held + copied_tensor
 
     def rounded(self, tokens: int) -> int:
         """Tokens rounded up to whole growth steps."""
@@ -183,11 +200,13 @@ class TrajectoryStore:
         """
         capacity = max(self.rounded(tokens), trajectory.capacity)
         new_strips = [strip for strip in strips if strip.key not in trajectory.strips]
+        held_private = trajectory.private.capacity if trajectory.private is not None else 0
+        if capacity == trajectory.capacity and not new_strips and private <= held_private:
+            return
         per_number = self.layout.dtype.itemsize
         needed = trajectory.growth_bytes(capacity)
         needed += sum(strip.numbers_per_token for strip in new_strips) * capacity * per_number
-        if private:
-            needed += self._private_bytes(trajectory, self.rounded(private))
+        needed += self._private_bytes(held_private, self.rounded(private))
         self._make_room(needed, keep=trajectory)
         trajectory.grow(capacity)
         for strip in strips:
@@ -196,13 +215,12 @@ class TrajectoryStore:
             trajectory.open_private(self.rounded(private))
         self.peak_bytes = max(self.peak_bytes, self.bytes_held())
 
-    def _private_bytes(self, trajectory: Trajectory, rows: int) -> int:
-        held = trajectory.private.capacity if trajectory.private is not None else 0
-        if rows <= held:
+    def _private_bytes(self, held_rows: int, rows: int) -> int:
+        if rows <= held_rows:
             return 0
         row_bytes = self.layout.base_bytes_per_token
-        largest_old = held * row_bytes // (2 * self.layout.num_layers)
-        return (rows - held) * row_bytes + largest_old
+        largest_old = held_rows * row_bytes // (2 * self.layout.num_layers)
+        return (rows - held_rows) * row_bytes + largest_old
 
     def _make_room(self, needed: int, keep: Trajectory) -> None:
         if needed == 0:
@@ -226,20 +244,30 @@ class TrajectoryStore:
 
     # -- adapters that come and go -------------------------------------------------------------------------------
 
-    def drop_strip(self, key: str) -> None:
-        """Forget the strip of that key everywhere."""
-        for trajectory in self.trajectories:
-            trajectory.strips.pop(key, None)
+    def keep_only(self, kept: Kept) -> None:
+        """Drop what the loaded adapters do not allow any more; what running turns use goes when they are done."""
+        self._kept = kept
+        self._prune()
 
-    def drop_written_by(self, stale: Callable[[Writer], bool]) -> None:
-        """Cut every trajectory at the first token of a stale writer: what follows was computed on top of it."""
-        for trajectory in list(self.trajectories):
-            starts = [run.start for run in trajectory.runs if stale(run.writer)]
-            if starts:
+    def _prune(self) -> None:
+        kept = self._kept
+        if kept is None:
+            return
+        for trajectory in [item for item in self.trajectories if not item.busy]:
+            for key in set(trajectory.strips) - kept.strips:
+                del trajectory.strips[key]
+            usable = self._usable(trajectory)
+            if usable < trajectory.length or trajectory.namespace not in kept.namespaces:
                 self._remember_lost(trajectory, Lookup.ADAPTER_CHANGED)
-                trajectory.truncate(min(starts))
-                if trajectory.length == 0 and not trajectory.busy:
-                    self.trajectories.remove(trajectory)
+                trajectory.truncate(usable)
+            if trajectory.length == 0 or trajectory.namespace not in kept.namespaces:
+                self.trajectories.remove(trajectory)
+
+    def _usable(self, trajectory: Trajectory) -> int:
+        """Tokens before the first one of a stale writer: what follows it was computed on top of it."""
+        kept = self._kept
+        stale = (run.start for run in trajectory.runs if kept is not None and kept.stale(run.writer))
+        return min(stale, default=trajectory.length)
 
 
 def common_prefix(cached: TokenArray, prompt: TokenArray) -> int:

@@ -1,7 +1,7 @@
 """What a sharing policy is: an object that answers three questions, the same for every method.
 
 * What may be reused?  ``namespace`` names the trajectories that an agent may continue, ``strip_of`` the strip it reads.
-* What must run?       ``catch_up`` before the turn, ``turn`` for the turn's own tokens, ``deferred`` after it.
+* What must run?       ``catch_up`` before the turn, ``turn`` for its own tokens, ``deferred`` after it.
 * What is written?     each of these is a ``PassSpec``, and a pass says what it writes.
 
 The engine runs passes and knows no policy. A new method is one file here, one line in the registry and one row in the
@@ -51,14 +51,13 @@ class TurnPlan:
     """The passes of a turn's own tokens.
 
     ``adapted`` gives the logits. ``beside``, if any, runs in the same forward passes and writes the cache, while the
-    adapted pass keeps its k and v private. ``deferred``, if any, replaces the turn's k and v afterwards, as soon as
-    the turn is over or (``when_idle``) when the engine has nothing else to do, but before anyone reads them.
+    adapted pass keeps its k and v private. With ``deferred`` the policy's deferred pass replaces the turn's k and v
+    afterwards, before anyone reads them.
     """
 
     adapted: PassSpec
     beside: PassSpec | None = None
-    deferred: PassSpec | None = None
-    when_idle: bool = False
+    deferred: bool = False
 
 
 class SharingPolicy(ABC):
@@ -73,6 +72,11 @@ class SharingPolicy(ABC):
             known = self.schedules or (f"none: {self.name} has no schedule",)
             raise UnknownPolicyError("schedule", schedule, known)
         self.schedule = schedule or (self.schedules[0] if self.schedules else None)
+
+    @property
+    def when_idle(self) -> bool:
+        """Whether deferred passes wait for a moment when the engine has nothing else to do."""
+        return False
 
     def check(self, adapters: Sequence[Adapter]) -> None:  # noqa: B027 - most policies allow everything
         """Raise PolicyNotAllowedError if the method cannot serve these adapters together."""
@@ -96,6 +100,10 @@ class SharingPolicy(ABC):
 
     def catch_up(self, adapter: Adapter | None, bank: AdapterBank) -> PassSpec | None:
         """The pass over tokens that the agent's strip misses."""
+        return None
+
+    def deferred(self, bank: AdapterBank) -> PassSpec | None:
+        """The pass that replaces the k and v of a finished turn; it fills only strips that miss these tokens."""
         return None
 
     @abstractmethod

@@ -30,6 +30,10 @@ class ReBaseShared(SharingPolicy):
     schedules = (LAZY_PREFILL, DOUBLE_BATCH, IDLE_LAZY_PREFILL)
     base_is_neutral = True
 
+    @property
+    def when_idle(self) -> bool:
+        return self.schedule == IDLE_LAZY_PREFILL
+
     def strip_of(self, adapter: Adapter | None, bank: AdapterBank) -> StripLayout | None:
         # Not shared among equal A: the writer's strip over its own tokens differs from the other readers'.
         return None if adapter is None else strip_layout(adapter.digest, adapter, bank)
@@ -48,7 +52,9 @@ class ReBaseShared(SharingPolicy):
         own = tuple(write for write in self.strips(bank) if write.layout.key == key)
         others = tuple(write for write in self.strips(bank) if write.layout.key != key)
         adapted = PassSpec(adapter, reads=key, strips=own)
-        neutral = PassSpec(None, strips=others)
         if self.schedule == DOUBLE_BATCH:
-            return TurnPlan(adapted, beside=neutral)
-        return TurnPlan(adapted, deferred=neutral, when_idle=self.schedule == IDLE_LAZY_PREFILL)
+            return TurnPlan(adapted, beside=PassSpec(None, strips=others))
+        return TurnPlan(adapted, deferred=True)
+
+    def deferred(self, bank: AdapterBank) -> PassSpec:
+        return PassSpec(None, strips=self.strips(bank))
