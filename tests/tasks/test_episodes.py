@@ -86,8 +86,9 @@ Observation 3: Answer is CORRECT"""
     assert steps[1].is_reflection
 
 
-def test_run_that_goes_on_without_reflecting_is_cut_after_its_answer() -> None:
-    transcript = CLEAN.replace("Reflect[right]", "Retrieve[steam]")
+@pytest.mark.parametrize("call", ["Retrieve[steam]", "Reflect[right/wrong]"])
+def test_run_that_goes_on_without_a_verdict_is_cut_after_its_answer(call: str) -> None:
+    transcript = CLEAN.replace("Reflect[right]", call)
 
     assert [s.tool for s in parse_episode(QUESTION, transcript, TOOLS).steps] == [
         "Search",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from precache.errors import PrecacheError
 
 OBSERVATION_CHARS = 400
+VERDICTS = ("right", "wrong")
 
 _LINE = re.compile(r"^(Thought|Action|Observation) (\d+):(.*)$")
 _CALL = re.compile(r"^\s*([A-Za-z0-9]+) ?\[(.*)$")
@@ -126,11 +127,11 @@ def _read_observation(text: str | None) -> str | None:
 
 
 def _drop_misplaced_reflections(steps: list[Step]) -> list[Step]:
-    """Keep a reflection only right after a Finish, and stop where a Finish is not reflected on."""
+    """Keep a reflection only right after a Finish; stop where a Finish is not judged right or wrong."""
     kept: list[Step] = []
     for step in steps:
         after_finish = bool(kept) and kept[-1].tool == "Finish"
-        if after_finish and not step.is_reflection:
+        if after_finish and not (step.is_reflection and step.argument in VERDICTS):
             break
         if step.is_reflection and not after_finish:
             continue
