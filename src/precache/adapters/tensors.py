@@ -6,6 +6,7 @@ read into memory once, not mapped: a mapped file that somebody truncates kills t
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -45,6 +46,10 @@ class RawTensor:
     dtype: str  # safetensors' spelling
     shape: tuple[int, ...]
     data: bytes | bytearray  # little-endian
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
 
     def to_torch(self) -> Tensor:
         """The values in the file's own dtype, which must be one of DTYPES."""

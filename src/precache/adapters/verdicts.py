@@ -1,7 +1,7 @@
 """Which sharing policies a set of adapters allows, and why not the others.
 
-Owns the adapter side only: what the model adds (normalised keys) is named as a condition, because no adapter file
-tells. The engine's policies ask here too, so that `precache inspect` and a running engine cannot disagree.
+Owns the adapter side only: what the model adds (normalised keys) is an argument or a condition in words. The engine's
+policies ask here too, so that the facts exist once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from precache.adapters.digest import STRIP_TARGETS, tensor_bytes
 
 # Allowed for every adapter that can be loaded.
 ALWAYS_ALLOWED = ("nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared")
+COMMON_A = "baselrshared"  # needs equal A matrices
 
 
 @dataclass(frozen=True)
@@ -25,20 +26,44 @@ class PolicyVerdict:
     reason: str = ""
 
 
-def allowed_policies(adapters: Sequence[Adapter]) -> list[PolicyVerdict]:
-    """One verdict per policy, for these adapters together."""
+def allowed_policies(
+    adapters: Sequence[Adapter], *, key_norms: bool = False
+) -> list[PolicyVerdict]:
+    """One verdict per policy, for these adapters together on a model with or without key norms."""
+    if obstacle := _obstacle_for_all(adapters, key_norms):
+        return [PolicyVerdict(policy, False, obstacle) for policy in (*ALWAYS_ALLOWED, COMMON_A)]
     verdicts = [PolicyVerdict(policy, allowed=True) for policy in ALWAYS_ALLOWED]
     return [*verdicts, _common_a_verdict(adapters)]
+
+
+def _obstacle_for_all(adapters: Sequence[Adapter], key_norms: bool) -> str:
+    if key_norms and (conditions := model_conditions(adapters)):
+        return conditions[0]
+    for other in adapters[1:]:
+        if not _fit_one_model(adapters[0], other):
+            return f"{adapters[0].name!r} and {other.name!r} were made for different base models"
+    return ""
+
+
+def _fit_one_model(one: Adapter, two: Adapter) -> bool:
+    return all(
+        widths_one[target] == widths_two[target]
+        for widths_one, widths_two in (
+            (one.shape.in_features, two.shape.in_features),
+            (one.shape.out_features, two.shape.out_features),
+        )
+        for target in widths_one.keys() & widths_two.keys()
+    )
 
 
 def _common_a_verdict(adapters: Sequence[Adapter]) -> PolicyVerdict:
     difference = first_a_difference(adapters)
     if difference is not None:
-        return PolicyVerdict("baselrshared", False, describe_a_difference(difference))
+        return PolicyVerdict(COMMON_A, False, describe_a_difference(difference))
     if len(adapters) == 1:
         reason = "for this adapter alone; every further one needs identical v_proj (and k_proj) A"
-        return PolicyVerdict("baselrshared", True, reason)
-    return PolicyVerdict("baselrshared", True)
+        return PolicyVerdict(COMMON_A, True, reason)
+    return PolicyVerdict(COMMON_A, True)
 
 
 def describe_a_difference(difference: tuple[int, str, str, str]) -> str:

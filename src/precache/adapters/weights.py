@@ -68,7 +68,7 @@ def load_adapter(
         max_lora_rank=max_lora_rank,
     )
     return build_weights(
-        folder, modules, dtype=dtype, device=device, warnings=_warnings(folder, spec, shape)
+        folder, modules, dtype=dtype, device=device, warnings=base_warnings(folder, spec, shape)
     )
 
 
@@ -128,7 +128,7 @@ def _require_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise NonFiniteAdapterError(str(folder), bad)
 
 
-def _warnings(folder: Path, spec: AdapterSpec, shape: ModelShape) -> tuple[str, ...]:
+def base_warnings(folder: Path, spec: AdapterSpec, shape: ModelShape) -> tuple[str, ...]:
     base = spec.base_model_name_or_path
     if base is None or not shape.base_names:
         return ()
