@@ -155,6 +155,7 @@ class _QueryBlock:
         """Scores before masking, [num_kv_heads, group * queries, num_keys]."""
         shape = (*self._q.shape[:2], k.shape[1])
         scores = self._scratch[: math.prod(shape)].view(shape)
+        # Half-precision products round the scores, as the eager attention of transformers does.
         product = scores if scores.dtype == k.dtype else k.new_empty(shape)
         scale, softcap = self._inputs.scale, self._inputs.softcap
         torch.baddbmm(product, self._q, k.transpose(1, 2), beta=0, alpha=scale, out=product)

@@ -1,0 +1,64 @@
+"""The public function: dispatch, defaults, and one contract for all backends."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from precache import ops
+from precache.ops import available_backends, lora_attention
+from tests.ops.cases import Case
+
+
+@pytest.mark.parametrize("backend", ["auto", *available_backends()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_output_contract(backend: str, dtype: torch.dtype) -> None:
+    call = Case(q_len=5, kv_len=60, key_rank=2, dtype=dtype).inputs()._asdict()
+    got = lora_attention(**call, backend=backend)
+    assert got.out.shape == call["q"].shape
+    assert got.out.dtype == dtype
+    assert got.lse.shape == call["q"].shape[:2]
+    assert got.lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("backend", available_backends())
+def test_backends_agree_on_a_call_with_defaults(backend: str) -> None:
+    inputs = Case(q_len=9, kv_len=60, rank=None).inputs()
+    q, k, v_base = inputs[:3]
+    got = lora_attention(
+        q, k, v_base, scale=inputs.scale, q_positions=inputs.q_positions, backend=backend
+    )
+    expected = lora_attention(**inputs._asdict(), backend="reference")
+    torch.testing.assert_close(got.out, expected.out, atol=1e-5, rtol=1e-5)
+
+
+def test_position_as_int_or_tensor_is_the_same() -> None:
+    call = Case(q_len=9, kv_len=60).inputs()._asdict()
+    by_int = lora_attention(**call)
+    by_tensor = lora_attention(**(call | {"q_positions": torch.arange(51, 60)}))
+    assert torch.equal(by_int.out, by_tensor.out)
+    assert torch.equal(by_int.lse, by_tensor.lse)
+
+
+def test_auto_says_once_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
+    ops._load_backend.cache_clear()
+    with caplog.at_level(logging.INFO, logger="precache.ops"):
+        for _ in range(3):
+            lora_attention(**Case().inputs()._asdict())
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "attention backend 'cpu'"
+    ]
+
+
+def test_backends_are_imported_when_first_used() -> None:
+    script = "import sys, precache.ops; print([m for m in sys.modules if 'precache.ops.' in m])"
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
+    assert "precache.ops.contract" in loaded
+    assert "precache.ops.cpu" not in loaded
+    assert "precache.ops.reference" not in loaded
