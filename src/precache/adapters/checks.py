@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from precache.adapters.matching import UNSUPPORTED_MODULES
+from precache.adapters.matching import UNSUPPORTED_MODULES, format_layers
 from precache.adapters.spec import AdapterSpec, ModelShape
 from precache.adapters.tensors import (
     DTYPES,
@@ -186,6 +186,6 @@ def _layers_by_target(keys: Iterable[ModuleKey]) -> list[tuple[str, str]]:
     for layer, target in sorted(keys):
         layers.setdefault(target, []).append(layer)
     return [
-        (target, f"{'layer' if len(found) == 1 else 'layers'} {', '.join(map(str, found))}")
+        (target, f"{'layer' if len(found) == 1 else 'layers'} {format_layers(found)}")
         for target, found in sorted(layers.items())
     ]

@@ -7,7 +7,7 @@ exclude_modules, layers_to_transform, layers_pattern, rank_pattern and alpha_pat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -100,3 +100,14 @@ def _matches(rule: str | tuple[str, ...], path: str) -> bool:
     if isinstance(rule, str):
         return bool(rule) and re.fullmatch(rule, path) is not None
     return any(path == suffix or path.endswith(f".{suffix}") for suffix in rule)
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Ascending layer numbers for people: 0, 1, 2, 5 as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

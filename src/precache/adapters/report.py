@@ -14,9 +14,9 @@ import torch
 
 from precache.adapters.bank import Adapter
 from precache.adapters.checks import ModuleKey, RawModule, check_adapter
-from precache.adapters.spec import TARGETS, ModelShape, read_spec
-from precache.adapters.tensors import DTYPES, RawTensor, parse_name, read_tensors
-from precache.adapters.weights import adapter_folder, base_warnings, build_weights
+from precache.adapters.spec import TARGETS, ModelShape
+from precache.adapters.tensors import DTYPES, RawTensor, parse_name
+from precache.adapters.weights import base_warnings, build_weights, read_folder
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ def inspect_adapter(
 
     Raises the errors of `load_adapter`.
     """
-    folder = adapter_folder(path)
-    spec, tensors = read_spec(folder), read_tensors(folder)
+    folder, spec, tensors = read_folder(path)
     targets = TARGETS if shape is None else tuple(shape.in_features)
     shape = shape or infer_shape(tensors)
     modules = check_adapter(str(folder), spec, tensors, shape, targets=targets)

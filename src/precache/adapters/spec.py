@@ -71,8 +71,8 @@ class AdapterSpec:
 def read_spec(folder: Path) -> AdapterSpec:
     """Read and type the config of an adapter folder.
 
-    Raises AdapterFormatError when the file is missing, too large, or not a JSON object. Wrong fields do not raise: they
-    are in `problems`.
+    Raises AdapterFormatError when the file is missing, too large, or not a JSON object, and OSError. Wrong fields do
+    not raise: they are in `problems`.
     """
     return _Fields(_read_config(folder)).to_spec()
 
@@ -90,7 +90,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterFormatError(
             f"adapter config {path} is unreadable ({type(error).__name__}: {error}); "
             "allowed is one JSON object"

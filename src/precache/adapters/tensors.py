@@ -33,7 +33,7 @@ DTYPES = {
 }
 
 _NAME = re.compile(
-    r"base_model\.model\.(?P<path>model\.layers\.(?P<layer>\d{1,6})\.(?:self_attn|mlp)\."
+    r"base_model\.model\.(?P<path>model\.layers\.(?P<layer>\d{1,4})\.(?:self_attn|mlp)\."
     r"(?P<target>[a-z_]+))\.lora_(?P<side>[AB])(?:\.default)?\.weight"
 )
 
@@ -69,7 +69,7 @@ class TensorKey(NamedTuple):
 def read_tensors(folder: Path, max_bytes: int = MAX_WEIGHTS_BYTES) -> dict[str, RawTensor]:
     """Read every tensor of an adapter folder, by name.
 
-    Raises AdapterFormatError when the file is missing, larger than `max_bytes`, truncated or not safetensors.
+    Raises AdapterFormatError when the file is missing, larger than `max_bytes`, truncated or not safetensors; OSError.
     """
     path = folder / WEIGHTS_NAME
     if not path.is_file():
@@ -80,7 +80,7 @@ def read_tensors(folder: Path, max_bytes: int = MAX_WEIGHTS_BYTES) -> dict[str, 
         )
     try:
         entries = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
         raise AdapterFormatError(
             f"adapter weights {path} are unreadable ({error}); "
             "allowed is a complete file in safetensors format"

@@ -19,7 +19,7 @@ from torch import Tensor
 from precache.adapters.checks import MAX_LORA_RANK, RawModule, check_adapter
 from precache.adapters.digest import strip_digest, weights_digest
 from precache.adapters.spec import AdapterSpec, ModelShape, read_spec
-from precache.adapters.tensors import MAX_WEIGHTS_BYTES, read_tensors
+from precache.adapters.tensors import MAX_WEIGHTS_BYTES, RawTensor, read_tensors
 from precache.errors import AdapterFormatError, NonFiniteAdapterError
 
 
@@ -56,9 +56,7 @@ def load_adapter(
     Raises AdapterFormatError (missing, unreadable, not safetensors), UnsupportedAdapterError (names every unsupported
     field and tensor), AdapterShapeError (another base model) or NonFiniteAdapterError.
     """
-    folder = adapter_folder(path)
-    spec = read_spec(folder)
-    tensors = read_tensors(folder, max_bytes)
+    folder, spec, tensors = read_folder(path, max_bytes)
     modules = check_adapter(
         str(folder),
         spec,
@@ -72,13 +70,20 @@ def load_adapter(
     )
 
 
-def adapter_folder(path: str | Path) -> Path:
-    """The path as a folder; AdapterFormatError when it is none."""
+def read_folder(
+    path: str | Path, max_bytes: int = MAX_WEIGHTS_BYTES
+) -> tuple[Path, AdapterSpec, dict[str, RawTensor]]:
+    """Read config and tensors of an adapter folder; AdapterFormatError when that is not possible."""
     folder = Path(path)
-    if not folder.is_dir():
-        got = "a file" if folder.exists() else "no such path"
-        raise AdapterFormatError(f"adapter {path}: got {got}, allowed is a PEFT LoRA folder")
-    return folder
+    try:
+        if not folder.is_dir():
+            got = "a file" if folder.exists() else "no such path"
+            raise AdapterFormatError(f"adapter {path}: got {got}, allowed is a PEFT LoRA folder")
+        return folder, read_spec(folder), read_tensors(folder, max_bytes)
+    except OSError as error:
+        raise AdapterFormatError(
+            f"adapter {path} is unreadable ({error}); allowed is a readable PEFT LoRA folder"
+        ) from error
 
 
 def build_weights(
@@ -129,6 +134,7 @@ def _require_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def base_warnings(folder: Path, spec: AdapterSpec, shape: ModelShape) -> tuple[str, ...]:
+    """A sentence when the config names another base model than this one; stale paths are common, so no error."""
     base = spec.base_model_name_or_path
     if base is None or not shape.base_names:
         return ()

@@ -174,18 +174,11 @@ def _adapter_block(item: _Found, model: _Model) -> str:
 
 
 def _module_line(group: ModuleGroup) -> str:
-    return f"  {group.target:<11} {_ranges(group.layers):<16} {group.rank:<6} {group.scaling:g}"
+    from precache.adapters.matching import format_layers
 
-
-def _ranges(layers: Sequence[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return (
+        f"  {group.target:<11} {format_layers(group.layers):<16} {group.rank:<6} {group.scaling:g}"
+    )
 
 
 def _policy_lines(verdicts: Sequence[PolicyVerdict]) -> list[str]:
