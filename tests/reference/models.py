@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 128
@@ -152,14 +152,16 @@ def _random_weight(
 
 
 def tiny_tokenizer(*, add_bos: bool = False) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character; every id decodes to something.
+    """Return a byte-level tokenizer with one token per UTF-8 byte: ASCII and α to φ.
 
+    A Greek letter is two tokens, so cutting text at a token may cut a character. Byte-level BPE,
+    because `AutoTokenizer` replaces the saved pre-tokenizer of qwen2 by that one whatever it was.
     `add_bos` puts `<s>` before every encoded text, as llama's and gemma's tokenizers do.
     """
-    vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *_characters()))}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
+    vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *_byte_tokens()))}
+    core = Tokenizer(models.BPE(vocab, merges=[], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     if add_bos:
         core.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS_TOKEN_ID)]
@@ -177,11 +179,18 @@ def tiny_tokenizer(*, add_bos: bool = False) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _characters() -> list[str]:
-    ascii_characters = ["\n", "\t", *(chr(code) for code in range(32, 127))]
-    num_left = VOCAB_SIZE - len(SPECIAL_TOKENS) - len(ascii_characters)
-    greek = [chr(0x3B1 + offset) for offset in range(num_left)]
-    return ascii_characters + greek
+def _byte_tokens() -> list[str]:
+    """The symbols of byte-level BPE for the bytes of printable ASCII and of α to φ, each once."""
+    greek = "αβγδεζηθικλμνξοπρστυφ".encode()
+    return [_byte_symbol(b) for b in dict.fromkeys(b"\n\t" + bytes(range(32, 127)) + greek)]
+
+
+def _byte_symbol(byte: int) -> str:
+    """GPT-2's table: printable Latin-1 stands for itself, all others for U+0100 and up, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    if byte in printable:
+        return chr(byte)
+    return chr(0x100 + sum(other not in printable for other in range(byte)))
 
 
 def save_tiny(
