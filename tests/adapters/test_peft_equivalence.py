@@ -48,7 +48,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"],
         "layers_to_transform": [2],
     },
-    "exclude_modules": {"target_modules": "all-linear", "exclude_modules": ["k_proj", "mlp.up_proj"]},
+    "exclude_modules": {
+        "target_modules": "all-linear",
+        "exclude_modules": ["k_proj", "mlp.up_proj"],
+    },
     "exclude by regex": {"exclude_modules": r".*\.1\.self_attn\..*"},
     "rank_pattern": {"rank_pattern": {"v_proj": 2, r"layers\.0\.self_attn\.q_proj": 7}},
     "the first pattern wins": {"rank_pattern": {r".*\.1\..*": 3, "v_proj": 5}},
@@ -120,5 +123,7 @@ def test_adapter_takes_the_dtype_of_the_model(
     for key, module in weights.modules.items():
         assert module.lora_a.dtype == module.lora_b.dtype == base
         # Rounded once, after the scaling: nothing is lost beyond the model's own dtype.
-        torch.testing.assert_close(module.lora_b, reference.modules[key].lora_b.to(base), rtol=0, atol=0)
+        torch.testing.assert_close(
+            module.lora_b, reference.modules[key].lora_b.to(base), rtol=0, atol=0
+        )
     assert weights.digest == reference.digest  # over the file, not over what was made of it
