@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,7 @@ from precache.engine.policies import SharingPolicy, make_policy
 from precache.engine.sessions import CacheStats, SessionInfo, describe, stats
 from precache.engine.turns import BASE, TurnRunner
 from precache.errors import (
+    ConfigError,
     ContextLengthError,
     EmptyPromptError,
     EngineClosedError,
@@ -57,7 +59,7 @@ class Engine:
         self.policy: SharingPolicy = make_policy(config.policy, config.schedule)
         self.bank = AdapterBank(model.shape, dtype=model.dtype, device=model.device)
         self.store = TrajectoryStore(model.layout, config.cache_memory, config.growth_tokens)
-        self.context_window = config.context_window or model.context_window
+        self.context_window = _context_window(config, model)
         self._runner = TurnRunner(model, self.bank, self.store, self.policy, config.prefill_chunk)
         self._lock = threading.RLock()
         self._idle = IdleWorker(self.idle_step) if self.policy.when_idle else None
@@ -90,8 +92,23 @@ class Engine:
         make_policy(policy, schedule)  # a wrong name fails before the model is loaded
         backbone = BackboneModel.load(model, config)
         engine = cls(backbone, _find_tokenizer(resolve_model(model), backbone), config)
-        for name, path in (adapters or {}).items():
-            engine.add_adapter(name, path)
+        try:
+            for name, path in (adapters or {}).items():
+                engine.add_adapter(name, path)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def with_policy(self, policy: str, schedule: str | None = None) -> Engine:
+        """Another engine with the same model and adapters, its own empty cache and another policy.
+
+        The model is shared, not loaded again. Raises UnknownPolicyError and PolicyNotAllowedError.
+        """
+        config = replace(self.config, policy=policy, schedule=schedule)
+        engine = Engine(self.model, self.tokenizer, config)
+        for adapter in self.bank:
+            engine.add_adapter(adapter.name, adapter.path)
         return engine
 
     # -- generation ----------------------------------------------------------------------------------------------
@@ -125,7 +142,7 @@ class Engine:
         max_tokens = self._max_tokens(adapter, prompt_ids, params.max_tokens)
         if params.stop and self.tokenizer is None:
             raise SamplingParamsError("stop", params.stop, "none: the model has no tokenizer")
-        return self._run(agent, adapter, prompt_ids, params, max_tokens)
+        return self._run(agent, prompt_ids, params, max_tokens)
 
     def score(self, agent: str, prompt: Prompt, output_ids: Sequence[int]) -> Tensor:
         """Run a turn that is forced to say ``output_ids`` and return the logits of each, [len(output_ids), vocab] fp32.
@@ -139,6 +156,7 @@ class Engine:
             raise InvalidRequestError("score: got 0 output tokens, need at least 1")
         self._max_tokens(adapter, prompt_ids, len(output_ids))
         with self._foreground():
+            adapter = self._adapter(agent)  # it may have been replaced by another thread
             turn = self._runner.begin(adapter, prompt_ids, len(output_ids))
             try:
                 tokens = [*prompt_ids[turn.matched :], *output_ids[:-1]]
@@ -152,7 +170,6 @@ class Engine:
     def _run(
         self,
         agent: str,
-        adapter: Adapter | None,
         prompt_ids: list[int],
         params: SamplingParams,
         max_tokens: int,
@@ -163,6 +180,7 @@ class Engine:
                 agent, prompt_ids, params, max_tokens, self.tokenizer, self._eos_token_ids()
             )
             with self._lock:
+                adapter = self._adapter(agent)  # as it is now, not when the iterator was made
                 turn = self._runner.begin(adapter, prompt_ids, max_tokens)
             try:
                 tokens = prompt_ids[turn.matched :]
@@ -180,7 +198,6 @@ class Engine:
                 raise
             with self._lock:
                 self._runner.finish(turn)
-        self._wake_idle()
         yield output.last_chunk(turn, time.perf_counter() - started)
 
     # -- checks --------------------------------------------------------------------------------------------------
@@ -346,17 +363,13 @@ class Engine:
     # -- idle time and the end -----------------------------------------------------------------------------------
 
     def idle_step(self) -> bool:
-        """Run one chunk of deferred work, if there is any and nobody else wants the engine. True if it did."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
+        """Run one chunk of deferred work, if there is any. True if it did."""
+        with self._lock:
             for trajectory in self.store.trajectories:
                 if trajectory.pending_from is not None and not trajectory.busy:
                     self._runner.run_deferred(trajectory, max_chunks=1)
                     return True
             return False
-        finally:
-            self._lock.release()
 
     @contextmanager
     def _idle_off(self) -> Iterator[None]:
@@ -373,11 +386,9 @@ class Engine:
     def _foreground(self) -> Iterator[None]:
         """The engine's lock, taken with precedence over the idle worker."""
         with self._idle_off(), self._lock:
+            if self._closed:
+                raise EngineClosedError
             yield
-
-    def _wake_idle(self) -> None:
-        if self._idle is not None:
-            self._idle.wake()
 
     def close(self) -> None:
         """Stop the idle worker and drop the cache. Later requests raise EngineClosedError."""
@@ -397,6 +408,13 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _context_window(config: EngineConfig, model: BackboneModel) -> int:
+    asked, limit = config.context_window, model.context_window
+    if asked is not None and asked > limit:
+        raise ConfigError("context_window", asked, f"at most {limit}, the model's own")
+    return asked or limit
 
 
 def _find_tokenizer(path: str, model: BackboneModel) -> ChatTokenizer | None:
@@ -424,6 +442,6 @@ def _sampling_params(params: SamplingParams | None, sampling: dict[str, Any]) ->
     for name in ("stop", "stop_token_ids"):
         if isinstance(sampling.get(name), str):
             sampling[name] = (sampling[name],)
-        elif name in sampling:
-            sampling[name] = tuple(sampling[name] or ())
+        elif isinstance(sampling.get(name, ()), list | tuple | None):
+            sampling[name] = tuple(sampling.get(name) or ())
     return SamplingParams(**sampling)

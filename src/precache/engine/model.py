@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -30,6 +32,7 @@ from precache.engine.hooks import (
     run_layer,
 )
 from precache.errors import ConfigError, ModelError, UnsupportedModelError
+from precache.ops import available_backends
 
 SUPPORTED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 KEY_NORMS = ("qwen3", "gemma3_text")  # k is normalised: base + low-rank part is no longer linear
@@ -76,6 +79,7 @@ class BackboneModel:
         self.key_norms = config.model_type in KEY_NORMS
         self._backend = backend
         self._running = RunningForward()
+        self._forward_lock = threading.Lock()  # engines that share the model run one at a time
         self._layer_types = _layer_types(config)
         self._rope: dict[str, tuple[Tensor, Tensor]] = {}
         self._softcap = getattr(config, "final_logit_softcapping", None)
@@ -85,8 +89,12 @@ class BackboneModel:
     def load(cls, name: str, config: EngineConfig) -> BackboneModel:
         """Load a hub id, a local folder or the alias ``smollm2``.
 
-        Raises UnsupportedModelError for an architecture that cannot work, ModelError if nothing can be loaded.
+        Raises UnsupportedModelError for an architecture that cannot work, ModelError if nothing can be loaded, and
+        ConfigError for a device or an attention backend that is not there.
         """
+        backends = ("auto", *available_backends())
+        if config.attention_backend not in backends:
+            raise ConfigError("attention_backend", config.attention_backend, f"one of {backends}")
         register_attention()
         path = resolve_model(name)
         device = resolve_device(config.device)
@@ -99,7 +107,7 @@ class BackboneModel:
                 dtype=resolve_dtype(config.dtype, device),
                 attn_implementation=ATTENTION_NAME,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
         names = tuple(dict.fromkeys((hub_id(name), path, name)))
         return cls(model.to(device), model_config, names, config.attention_backend)
@@ -117,15 +125,16 @@ class BackboneModel:
         hidden_states = self.decoder.embed_tokens(token_ids)
         rope = self._rope_embeddings(hidden_states, forward)
         *layers, last = self.decoder.layers
-        try:
-            self._running.current = forward
-            for index, layer in enumerate(layers):
-                hidden_states = run_layer(
-                    layer, hidden_states, rope[self._layer_types[index]], forward
-                )
-            hidden_states = self._run_last(last, hidden_states, rope, lanes, forward, bank)
-        finally:
-            self._running.current = None
+        with self._forward_lock:
+            try:
+                self._running.current = forward
+                for index, layer in enumerate(layers):
+                    hidden_states = run_layer(
+                        layer, hidden_states, rope[self._layer_types[index]], forward
+                    )
+                hidden_states = self._run_last(last, hidden_states, rope, lanes, forward, bank)
+            finally:
+                self._running.current = None
         return self._logits(hidden_states)
 
     def _forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from precache.adapters.bank import Adapter
-from precache.adapters.verdicts import first_a_difference
+from precache.adapters.verdicts import describe_a_difference, first_a_difference
 from precache.engine.policies.prelrshared import PreLRShared
 from precache.errors import PolicyNotAllowedError
 
@@ -19,9 +19,6 @@ class BaseLRShared(PreLRShared):
         """Raise PolicyNotAllowedError naming the first layer whose A differs between two adapters."""
         difference = first_a_difference(adapters)
         if difference is not None:
-            layer, module, first, second = difference
             raise PolicyNotAllowedError(
-                self.name,
-                f"all adapters need the same A matrices, but {first!r} and {second!r} differ "
-                f"in layer {layer} {module}; prelrshared needs no common A",
+                self.name, f"{describe_a_difference(difference)}; prelrshared needs no common A"
             )
