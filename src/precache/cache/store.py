@@ -97,9 +97,15 @@ class TrajectoryStore:
         self._prune()
 
     def create(self, namespace: str) -> Trajectory:
-        """A new, empty trajectory."""
+        """A new, empty trajectory, the most recently used one."""
         self._created += 1
-        trajectory = Trajectory(self.layout, namespace, session_id=f"session-{self._created}")
+        self._clock += 1
+        trajectory = Trajectory(
+            self.layout,
+            namespace,
+            session_id=f"session-{self._created}",
+            last_used=self._clock,
+        )
         self.trajectories.append(trajectory)
         return trajectory
 
@@ -181,7 +187,9 @@ class TrajectoryStore:
         per_number = self.layout.dtype.itemsize
         strip_bytes = sum(strip.numbers_per_token for strip in strips) * per_number
         base = self.layout.base_bytes_per_token
-        copied_tensor = self.rounded(tokens) * base // (2 * self.layout.num_layers)
+        widths = [base // (2 * self.layout.num_layers)]
+        widths += [max(*strip.v_ranks, *strip.k_ranks) * per_number for strip in strips]
+        copied_tensor = self.rounded(tokens) * max(widths)
         held = self.rounded(tokens) * (base + strip_bytes) + self.rounded(private) * base
         return held + copied_tensor
 

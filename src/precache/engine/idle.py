@@ -10,7 +10,7 @@ _log = logging.getLogger(__name__)
 
 
 class IdleWorker:
-    """Calls ``step`` until it returns False, whenever it is woken and no request holds it off.
+    """Calls ``step`` until it returns False, after every request and while none holds it off.
 
     A step that raises ends this round with a logged error: the engine has dropped the rows concerned, and the next
     request computes them again.
@@ -31,13 +31,9 @@ class IdleWorker:
             self._holders += 1
 
     def unhold(self) -> None:
+        """The request is over, however it ended: it may have left work."""
         with self._condition:
             self._holders -= 1
-            self._condition.notify()
-
-    def wake(self) -> None:
-        """There may be work."""
-        with self._condition:
             self._work = True
             self._condition.notify()
 

@@ -37,8 +37,10 @@ class CacheOwner:
 
 
 def save_trajectory(trajectory: Trajectory, path: str | Path, owner: CacheOwner) -> None:
-    """Write a trajectory, atomically. Raises CacheFileError if the file cannot be written."""
-    length = trajectory.length
+    """Write a trajectory, atomically. Raises CacheFileError if it is empty or the file cannot be written."""
+    length, pending = trajectory.length, trajectory.pending_from
+    if length == 0:
+        raise CacheFileError(f"session {trajectory.session_id} cannot be saved: it holds 0 tokens")
     tensors = {"token_ids": torch.from_numpy(trajectory.token_ids.copy())}
     for layer, (k, v) in enumerate(zip(trajectory.base.k, trajectory.base.v, strict=True)):
         tensors[f"k.{layer}"] = k[:, :length].contiguous()
@@ -53,7 +55,7 @@ def save_trajectory(trajectory: Trajectory, path: str | Path, owner: CacheOwner)
         "model": owner.model_digest,
         "policy": owner.policy,
         "namespace": trajectory.namespace,
-        "pending_from": trajectory.pending_from,
+        "pending_from": None if pending is None or pending >= length else pending,
         "runs": [[run.start, run.end, run.writer.name, run.writer.digest] for run in trajectory.runs],
         "strips": [[key, strip.covered] for key, strip in trajectory.strips.items()],
     }
@@ -129,7 +131,7 @@ class _SavedSession:
         ):
             if self._facts[what] != allowed:
                 raise self._fail(what, self._facts[what], allowed)
-        if self._facts["namespace"] not in owner.namespaces:
+        if self._facts["namespace"] not in list(owner.namespaces):
             raise self._fail("namespace", self._facts["namespace"], sorted(owner.namespaces))
 
     def _tokens(self) -> list[int]:
@@ -162,19 +164,22 @@ class _SavedSession:
         if position != self._length:
             raise self._fail("runs", f"0 to {position}", f"0 to {self._length}")
         pending = self._facts["pending_from"]
-        if pending is not None and (not isinstance(pending, int) or not 0 <= pending < self._length):
+        if pending is not None and (type(pending) is not int or not 0 <= pending < self._length):
             raise self._fail("pending_from", pending, f"null or 0 to {self._length - 1}")
         return runs
 
     def _strip_ranges(self) -> list[tuple[StripLayout, list[tuple[int, int]]]]:
         strips = []
-        for key, covered in self._facts["strips"]:
-            if key not in self._owner.strips:
-                raise self._fail("a strip's adapter", key, sorted(self._owner.strips))
-            ranges = [(int(low), int(high)) for low, high in covered]
-            if any(not 0 <= low < high <= self._length for low, high in ranges):
-                raise self._fail("a strip's range", ranges, f"0 to {self._length}")
-            strips.append((self._owner.strips[key], ranges))
+        try:
+            for key, covered in self._facts["strips"]:
+                if key not in list(self._owner.strips):
+                    raise self._fail("a strip's adapter", key, sorted(self._owner.strips))
+                ranges = [(low, high) for low, high in covered]
+                if any(not 0 <= low < high <= self._length for low, high in ranges):
+                    raise self._fail("a strip's range", ranges, f"0 to {self._length}")
+                strips.append((self._owner.strips[key], ranges))
+        except (TypeError, ValueError) as error:
+            raise self._fail("strips", str(error), "[key, [[start, end], ...]] of each") from error
         return strips
 
     def restore(self, store: TrajectoryStore) -> Trajectory:
