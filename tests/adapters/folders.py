@@ -31,6 +31,12 @@ SHAPE = ModelShape(
     base_names=("org/tiny-llama",),
 )
 
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+# PEFT needs half a second per folder, most of it for a model card; the many tests that start from the same config
+# share its bytes.
+_written: dict[str, dict[str, bytes]] = {}
+
 TensorEdit = Callable[[dict[str, Tensor]], object]
 
 
@@ -56,17 +62,31 @@ def write_adapter(
     **config: Any,
 ) -> Path:
     """Write an adapter with PEFT; every trained number is non-zero (an untouched B would equal the base)."""
+    key = repr((seed, dtype, sorted(config.items())))
+    if model is None and key in _written:
+        folder.mkdir(parents=True)
+        for file, data in _written[key].items():
+            (folder / file).write_bytes(data)
+        return folder
+    _save_with_peft(folder, seed, dtype, model or tiny_model(), config)
+    if model is None:
+        _written[key] = {file: (folder / file).read_bytes() for file in FILES}
+    return folder
+
+
+def _save_with_peft(
+    folder: Path, seed: int, dtype: torch.dtype, model: torch.nn.Module, config: dict[str, Any]
+) -> None:
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": QV}
     lora = peft.LoraConfig(task_type="CAUSAL_LM", **(settings | config))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's advice on odd configs is not the subject
-        adapted = peft.get_peft_model(model or tiny_model(), lora)
+        adapted = peft.get_peft_model(model, lora)
         generator = torch.Generator().manual_seed(seed)
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
         adapted.to(dtype).save_pretrained(folder)
-    return folder
 
 
 def peft_deltas(folder: Path) -> dict[tuple[int, str], Tensor]:

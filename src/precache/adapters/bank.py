@@ -21,8 +21,6 @@ from precache.adapters.spec import ModelShape
 from precache.adapters.weights import LoraModule, LoraWeights, load_adapter
 from precache.errors import AdapterError, AdapterExistsError, UnknownAdapterError
 
-Admission = Callable[[Sequence["Adapter"]], None]
-
 BASE_NAME = "base"  # the model without an adapter
 
 Admit = Callable[[Sequence["Adapter"]], None]
