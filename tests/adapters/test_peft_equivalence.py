@@ -30,8 +30,10 @@ def assert_equals_peft(folder: Path) -> LoraWeights:
     assert set(weights.modules) == set(expected)
     for key, module in weights.modules.items():
         delta = module.lora_b @ module.lora_a
-        assert delta.abs().max() > 0.1
-        torch.testing.assert_close(delta, expected[key], rtol=0, atol=1e-5)
+        largest = delta.abs().max().item()
+        assert largest > 0.1
+        # PEFT scales the product, we scale B: the same up to fp32 rounding of the largest entries.
+        torch.testing.assert_close(delta, expected[key], rtol=0, atol=1e-6 * max(1.0, largest))
     return weights
 
 
