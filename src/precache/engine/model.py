@@ -65,7 +65,8 @@ class BackboneModel:
         self.decoder: Any = model.get_submodule("model")
         self.head = model.get_submodule("lm_head")
         weight = self.decoder.embed_tokens.weight
-        self.dtype, self.device = weight.dtype, weight.device
+        self.dtype: torch.dtype = weight.dtype
+        self.device: torch.device = weight.device
         self.shape = model_shape_from_config(config, names)
         self.layout = CacheLayout(
             self.shape.num_layers,

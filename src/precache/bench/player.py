@@ -1,0 +1,149 @@
+"""Plays a trace on something that generates, and times it from the outside.
+
+A player is anything with the three methods of ``Player``. The clock runs in ``play_trace`` only, so every row of a
+benchmark is timed by the same lines: tokens are seen as a caller of ``stream`` sees them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from precache import Engine
+from precache.bench.trace import Trace
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a turn had to run, beside its output tokens: counts of tokens, and seconds where they are known.
+
+    ``prefilled`` are the prompt tokens that were not reused, ``catch_up`` those run again for the reader's strip,
+    ``neutral`` those run with adapters off. ``neutral_wait_s`` is part of the time to first token, ``neutral_s`` comes
+    after the last token.
+    """
+
+    prefilled: int = 0
+    catch_up: int = 0
+    neutral: int = 0
+    neutral_wait_s: float = 0.0
+    neutral_s: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.prefilled + other.prefilled,
+            self.catch_up + other.catch_up,
+            self.neutral + other.neutral,
+            self.neutral_wait_s + other.neutral_wait_s,
+            self.neutral_s + other.neutral_s,
+        )
+
+
+class Player(Protocol):
+    """One row of a benchmark: a policy of the engine, or something to compare with."""
+
+    def stream(self, agent: str, prompt_ids: Sequence[int], output_tokens: int) -> Iterator[int]:
+        """Yield exactly ``output_tokens`` greedy tokens, and end when everything the turn owes is done."""
+
+    def work(self) -> Work:
+        """What the last turn had to run."""
+
+    def cache_bytes(self) -> int:
+        """Most bytes of cache that were held since ``reset``."""
+
+    def reset(self) -> None:
+        """Drop everything cached."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One play of a trace. Seconds are sums over its turns.
+
+    ``decode_s`` covers ``decoded`` tokens: from a turn's first token to its last but one, which is the last whose
+    arrival cannot hide a neutral pass.
+    """
+
+    ttft_s: float
+    wall_s: float
+    decode_s: float
+    decoded: int
+    work: Work
+    cache_bytes: int
+    outputs: tuple[tuple[int, ...], ...]
+
+
+def play_trace(
+    player: Player, trace: Trace, fresh_prompts: Sequence[Sequence[int]], think_s: float = 0.0
+) -> Run:
+    """Play a trace from an empty cache. ``think_s`` passes, untimed, between turns."""
+    player.reset()
+    trajectory: list[int] = []
+    ttft_s = wall_s = decode_s = 0.0
+    decoded, work = 0, Work()
+    outputs = []
+    for step, fresh in zip(trace.steps, fresh_prompts, strict=True):
+        trajectory += fresh
+        started = time.perf_counter()
+        tokens, arrivals = _arrivals(player.stream(step.agent, list(trajectory), step.output))
+        wall_s += time.perf_counter() - started
+        ttft_s += arrivals[0] - started
+        if len(arrivals) > 1:
+            decode_s += arrivals[-2] - arrivals[0]
+            decoded += len(arrivals) - 2
+        work += player.work()
+        trajectory += tokens
+        outputs.append(tuple(tokens))
+        if think_s:
+            time.sleep(think_s)
+    return Run(ttft_s, wall_s, decode_s, decoded, work, player.cache_bytes(), tuple(outputs))
+
+
+def _arrivals(stream: Iterator[int]) -> tuple[list[int], list[float]]:
+    """Tokens, and when each came."""
+    tokens, arrivals = [], []
+    for token_id in stream:
+        arrivals.append(time.perf_counter())
+        tokens.append(token_id)
+    return tokens, arrivals
+
+
+class EnginePlayer:
+    """A policy of the engine, used through its public ``stream``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._work = Work()
+
+    def stream(self, agent: str, prompt_ids: Sequence[int], output_tokens: int) -> Iterator[int]:
+        chunks = self.engine.stream(
+            agent, list(prompt_ids), max_tokens=output_tokens, ignore_eos=True, temperature=0.0
+        )
+        for chunk in chunks:
+            if chunk.output is not None:
+                usage, timings = chunk.output.usage, chunk.output.timings
+                self._work = Work(
+                    usage.prefill_tokens,
+                    usage.catch_up_tokens,
+                    usage.neutral_tokens,
+                    timings.neutral_wait_s,
+                    timings.neutral_s,
+                )
+                self._synchronise()
+            yield from chunk.token_ids
+
+    def _synchronise(self) -> None:
+        """Wait for what an accelerator still has to do, so that it is not counted to the next turn."""
+        if self.engine.model.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.engine.model.device)
+
+    def work(self) -> Work:
+        return self._work
+
+    def cache_bytes(self) -> int:
+        return self.engine.stats().peak_bytes
+
+    def reset(self) -> None:
+        self.engine.reset()

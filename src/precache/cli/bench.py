@@ -1,0 +1,224 @@
+"""`precache bench`: measure this machine. Owns the options and the table; the measuring is in precache.bench."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from precache.cli.options import adapter_pair, adapters_from_args, quiet_in_pipes
+from precache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from precache.bench.summary import Row, RowKey, Spread
+    from precache.bench.turns import TurnsConfig, TurnsReport
+
+_STOCK = "stock-peft"
+_DEFAULT_POLICIES = "nonshared,fullshared,baseshared,prelrshared,rebaseshared"
+
+_TURNS_EXAMPLE = """examples:
+  precache bench turns
+  precache bench turns --chunk 256,2048 --policies prelrshared,fullshared --json
+  precache bench turns --policies rebaseshared --schedule lazy-prefill,idle-lazy-prefill --think 2
+
+The trace is a planner, an actor and a reflector that take turns over one growing trajectory of random tokens; --chunk
+is the length of the long prompt of each of its four rounds. Its prompts and output lengths are the same for every row.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `bench`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="time to first token, throughput and memory of every policy on this machine",
+        description="Measure this machine.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    benches = parser.add_subparsers(
+        title="benchmarks", dest="bench", metavar="BENCHMARK", required=True
+    )
+    _add_turns(benches)
+
+
+def _add_turns(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "turns",
+        help="replay the controlled agent trace under every policy, and under stock transformers + PEFT",
+        description="Replay the controlled agent trace under every policy, and under stock transformers + PEFT.",
+        epilog=_TURNS_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", help="hub id, local folder, or the alias smollm2 (default)")
+    add("--chunk", metavar="N,N", help="tokens of a long prompt (default: 256,512,1024,2048)")
+    add("--policies", default=_DEFAULT_POLICIES, metavar="NAME,NAME", help="default: %(default)s")
+    add(
+        "--schedule",
+        default="lazy-prefill",
+        metavar="NAME,NAME",
+        help="one row each for the policies that have schedules (default: %(default)s)",
+    )
+    add("--no-stock", action="store_true", help=f"leave the row {_STOCK} out")
+    add("--agents", type=int, help="number of agents (default: 3)")
+    add(
+        "--adapter",
+        dest="adapters",
+        type=adapter_pair,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a PEFT adapter; repeatable, in the order plan, actors, reflect (default: random ones, rank 8 on q and v)",
+    )
+    add("--rounds", type=int, help="rounds with a long prompt (default: 4)")
+    add("--repeats", type=int, help="times that every row is played (default: 3)")
+    add("--seed", type=int, help="of the tokens and of random adapters (default: 0)")
+    add("--dtype", help="auto, float32, bfloat16 or float16; of every row")
+    add("--device", help="auto, cpu or cuda; of every row")
+    add(
+        "--cache-memory",
+        metavar="SIZE",
+        help="hard limit of a policy's cached bytes (default: 4GiB)",
+    )
+    add(
+        "--think",
+        dest="think_s",
+        type=float,
+        metavar="S",
+        help="seconds between turns (default: 0)",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.set_defaults(func=run_turns)
+
+
+def run_turns(args: argparse.Namespace) -> int:
+    """Measure and print. Options are checked before the model is loaded."""
+    quiet_in_pipes()
+    config = _turns_config(args)
+    if _STOCK in {row.policy for row in config.rows} and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "peft", "not installed", 'pip install "precache[train]", or --no-stock without its row'
+        )
+    from precache.bench.environment import environment
+    from precache.bench.turns import bench_turns
+
+    facts = environment()
+    report = bench_turns(config)
+    print(json.dumps(_as_json(config, report, facts)) if args.json else _table(report))
+    return 0
+
+
+def _turns_config(args: argparse.Namespace) -> TurnsConfig:
+    from precache.bench.turns import TurnsConfig
+
+    adapters = adapters_from_args(args)
+    if adapters and args.agents not in (None, len(adapters)):
+        raise ConfigError("--agents", args.agents, f"{len(adapters)}, the number of adapters given")
+    names = (
+        "model",
+        "agents",
+        "rounds",
+        "repeats",
+        "seed",
+        "dtype",
+        "device",
+        "cache_memory",
+        "think_s",
+    )
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.chunk is not None:
+        given["chunks"] = _integers("--chunk", args.chunk)
+    return TurnsConfig(adapters=adapters, rows=_rows(args), **given)
+
+
+def _rows(args: argparse.Namespace) -> tuple[RowKey, ...]:
+    """The stock row first, then every policy, once for every schedule if it has any."""
+    from precache.bench.summary import RowKey
+    from precache.engine.policies import POLICIES
+
+    rows = [] if args.no_stock else [RowKey(_STOCK)]
+    schedules = _names("--schedule", args.schedule)
+    for policy in _names("--policies", args.policies):
+        known = POLICIES[policy].schedules if policy in POLICIES else ()
+        rows += [RowKey(policy, schedule) for schedule in (schedules if known else (None,))]
+    return tuple(dict.fromkeys(rows))
+
+
+def _names(option: str, text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(option, text, "comma-separated names")
+    return names
+
+
+def _integers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(option, text, "comma-separated integers, such as 256,2048") from None
+
+
+def _as_json(config: TurnsConfig, report: TurnsReport, facts: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {
+        **facts["settings"],
+        "model": config.model,
+        "dtype": report.dtype,
+        "device": report.device,
+        "agents": config.agent_names(),
+        "adapters": {name: str(path) for name, path in config.adapters.items()} or "random",
+        "rounds": config.rounds,
+        "repeats": config.repeats,
+        "seed": config.seed,
+        "cache_memory": config.cache_memory,
+        "think_s": config.think_s,
+    }
+    return {
+        "benchmark": "turns",
+        **facts,
+        "settings": settings,
+        "guard": {"stock_against_nonshared": report.guard_error},
+        "rows": [asdict(row) for row in report.rows],
+    }
+
+
+_HEADER = (
+    f"{'policy':<30} {'TTFT s':>8} {'(min-max)':>15} {'/full':>6} {'/non':>6} {'/stock':>6} "
+    f"{'tok/s':>7} {'decode/s':>8} {'/stock':>6} {'neutral s':>9} {'prefilled':>9} {'cache MB':>8}"
+)
+
+_LEGEND = (
+    "TTFT s: time to first token, summed over the turns, median of the repeats. tok/s: the trajectory's tokens over",
+    "all time. decode/s: decode steps only. /full, /non, /stock: this row over fullshared, nonshared and stock-peft in",
+    "the same repeat (median). neutral s: passes with adapters off. prefilled: prompt tokens run, reused ones not.",
+)
+
+
+def _table(report: TurnsReport) -> str:
+    lines = [f"{report.dtype} on {report.device}"]
+    for chunk in dict.fromkeys(row.chunk for row in report.rows):
+        rows = [row for row in report.rows if row.chunk == chunk]
+        lines += [
+            f"\nchunk {chunk}: {rows[0].trace_tokens} tokens, {rows[0].agents} agents",
+            _HEADER,
+        ]
+        lines += [_line(row) for row in rows]
+    lines += ["", *_LEGEND]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    name = row.policy if row.schedule is None else f"{row.policy} {row.schedule}"
+    ttft = row.spread["total_ttft_s"]
+    return (
+        f"{name:<30} {row.total_ttft_s:>8.2f} {f'{ttft.low:.2f}-{ttft.high:.2f}':>15} "
+        f"{_ratio(row.ttft_ratio, 'fullshared')} {_ratio(row.ttft_ratio, 'nonshared')} "
+        f"{_ratio(row.ttft_ratio, _STOCK)} {row.tokens_per_s:>7.1f} {row.decode_tokens_per_s:>8.1f} "
+        f"{_ratio(row.decode_ratio, _STOCK)} {row.neutral_s + row.neutral_wait_s:>9.2f} "
+        f"{row.tokens_prefilled:>9} {row.peak_cache_bytes / 1e6:>8.1f}"
+    )
+
+
+def _ratio(ratios: Mapping[str, Spread], name: str) -> str:
+    return f"{ratios[name].median:>6.2f}" if name in ratios else f"{'-':>6}"
