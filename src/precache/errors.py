@@ -24,6 +24,7 @@
     │   ├── CacheFileError         a saved cache is corrupt or belongs to something else
     │   └── UnknownSessionError
     ├── NonFiniteLogitsError       the model produced NaN or Inf for one request
+    ├── TurnCancelledError         somebody cancelled the turn while it ran
     └── EngineClosedError
 
 Messages say what was given, what was got and what is allowed. Values that a caller may want to act on are attributes.
@@ -232,6 +233,13 @@ class NonFiniteLogitsError(PrecacheError):
             f"adapter {adapter_name!r} produced non-finite logits at position {position}; "
             "the turn was ended and nothing of it was kept"
         )
+
+
+class TurnCancelledError(PrecacheError):
+    """The turn was cancelled between two forward passes; what it had cached stays."""
+
+    def __init__(self) -> None:
+        super().__init__("the turn was cancelled")
 
 
 class EngineClosedError(PrecacheError):

@@ -49,11 +49,17 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
         _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        if not isinstance(self.stop, tuple):  # a bare string would be taken for its characters
+            raise SamplingParamsError("stop", self.stop, "a tuple of strings")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise SamplingParamsError("stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise SamplingParamsError("stop", text, f"strings of 1 to {MAX_STOP_CHARS} chars")
+        if not isinstance(self.stop_token_ids, tuple):
+            raise SamplingParamsError("stop_token_ids", self.stop_token_ids, "a tuple of token ids")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, low=0)
 
 
 def _check_number(
@@ -87,8 +93,8 @@ def _check_int(
 class Usage:
     """Token counts of one turn.
 
-    ``cached_tokens`` of the ``prompt_tokens`` were reused; ``catch_up_tokens`` of those had to be run again for
-    the reader's strip; ``neutral_tokens`` were run with adapters off (deferred or beside the turn).
+    ``cached_tokens`` of the ``prompt_tokens`` were reused, ``shared_tokens`` of those were written by another agent;
+    ``catch_up_tokens`` of them had to be run again for the reader's strip; ``neutral_tokens`` were run with adapters off (deferred or beside the turn).
     """
 
     prompt_tokens: int
@@ -96,6 +102,7 @@ class Usage:
     cached_tokens: int
     catch_up_tokens: int = 0
     neutral_tokens: int = 0
+    shared_tokens: int = 0
 
     @property
     def prefill_tokens(self) -> int:

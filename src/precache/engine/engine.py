@@ -28,6 +28,7 @@ from precache.engine.model import BackboneModel
 from precache.engine.output import OutputStream
 from precache.engine.persistence import CacheOwner, load_trajectory, save_trajectory
 from precache.engine.policies import SharingPolicy, make_policy
+from precache.engine.sampler import LogitsMask
 from precache.engine.sessions import CacheStats, SessionInfo, describe, stats
 from precache.engine.turns import BASE, TurnRunner
 from precache.errors import (
@@ -129,20 +130,28 @@ class Engine:
         return last
 
     def stream(
-        self, agent: str, prompt: Prompt, *, params: SamplingParams | None = None, **sampling: Any
+        self,
+        agent: str,
+        prompt: Prompt,
+        *,
+        params: SamplingParams | None = None,
+        logits_mask: LogitsMask | None = None,
+        cancel: threading.Event | None = None,
+        **sampling: Any,
     ) -> Iterator[GenerationChunk]:
         """Run one turn and yield its text as it grows; the last chunk holds the whole output.
 
-        The request is checked before this returns; errors are those of ``generate``. Closing the iterator aborts the
-        turn, and what it had cached stays.
+        The request is checked before this returns; errors are those of ``generate``. ``logits_mask`` restricts what is
+        sampled (see Sampler). Closing the iterator aborts the turn, and so does setting ``cancel`` from another thread,
+        which raises TurnCancelledError before the next forward pass; what the turn had cached stays.
         """
         params = _sampling_params(params, sampling)
         adapter = self._adapter(agent)
-        prompt_ids = self._prompt_ids(prompt)
+        prompt_ids = self.encode(prompt)
         max_tokens = self._max_tokens(adapter, prompt_ids, params.max_tokens)
         if params.stop and self.tokenizer is None:
             raise SamplingParamsError("stop", params.stop, "none: the model has no tokenizer")
-        return self._run(agent, prompt_ids, params, max_tokens)
+        return self._run(agent, prompt_ids, params, max_tokens, logits_mask, cancel)
 
     def score(self, agent: str, prompt: Prompt, output_ids: Sequence[int]) -> Tensor:
         """Run a turn that is forced to say ``output_ids`` and return the logits of each, [len(output_ids), vocab] fp32.
@@ -150,7 +159,7 @@ class Engine:
         The cache is left as if the agent had generated these tokens. Errors are those of ``generate``.
         """
         adapter = self._adapter(agent)
-        prompt_ids = self._prompt_ids(prompt)
+        prompt_ids = self.encode(prompt)
         output_ids = self._checked_ids(output_ids)
         if not output_ids:
             raise InvalidRequestError("score: got 0 output tokens, need at least 1")
@@ -173,15 +182,23 @@ class Engine:
         prompt_ids: list[int],
         params: SamplingParams,
         max_tokens: int,
+        logits_mask: LogitsMask | None,
+        cancel: threading.Event | None,
     ) -> Iterator[GenerationChunk]:
-        with self._idle_off():
+        with self.no_idle_work():
             started = time.perf_counter()
             output = OutputStream(
-                agent, prompt_ids, params, max_tokens, self.tokenizer, self._eos_token_ids()
+                agent,
+                prompt_ids,
+                params,
+                max_tokens,
+                self.tokenizer,
+                self._eos_token_ids(),
+                logits_mask,
             )
             with self._lock:
                 adapter = self._adapter(agent)  # as it is now, not when the iterator was made
-                turn = self._runner.begin(adapter, prompt_ids, max_tokens)
+                turn = self._runner.begin(adapter, prompt_ids, max_tokens, cancel)
             try:
                 tokens = prompt_ids[turn.matched :]
                 while output.finish_reason is None:
@@ -211,7 +228,8 @@ class Engine:
             raise UnknownAdapterError(agent, self.agents())
         return self.bank.get(agent)
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, checked. Raises InvalidRequestError; takes no lock."""
         if self.tokenizer is None:
             if isinstance(prompt, str) or any(not isinstance(item, int) for item in prompt):
                 raise InvalidRequestError(
@@ -324,7 +342,7 @@ class Engine:
     def stats(self) -> CacheStats:
         """Hits, misses by reason, evictions and bytes."""
         with self._lock:
-            return stats(self.store)
+            return stats(self.store, self._runner.neutral_tokens)
 
     def reset(self) -> None:
         """Drop everything cached, but for what running turns use."""
@@ -372,8 +390,8 @@ class Engine:
             return False
 
     @contextmanager
-    def _idle_off(self) -> Iterator[None]:
-        """Keep the idle worker from starting anything new."""
+    def no_idle_work(self) -> Iterator[None]:
+        """Keep the idle worker from starting anything new: requests are here, or about to come."""
         if self._idle is not None:
             self._idle.hold()
         try:
@@ -385,7 +403,7 @@ class Engine:
     @contextmanager
     def _foreground(self) -> Iterator[None]:
         """The engine's lock, taken with precedence over the idle worker."""
-        with self._idle_off(), self._lock:
+        with self.no_idle_work(), self._lock:
             if self._closed:
                 raise EngineClosedError
             yield

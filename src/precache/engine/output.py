@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from precache.chat import ChatTokenizer, IncrementalDecoder, StopMatcher
-from precache.engine.sampler import Sampler
+from precache.engine.sampler import LogitsMask, Sampler
 from precache.engine.turns import Turn
 from precache.request import (
     FinishReason,
@@ -35,6 +35,7 @@ class OutputStream:
         max_tokens: int,
         tokenizer: ChatTokenizer | None,
         eos_token_ids: tuple[int, ...],
+        logits_mask: LogitsMask | None = None,
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self.ttft_s = 0.0
@@ -42,7 +43,7 @@ class OutputStream:
         self._prompt_ids = tuple(prompt_ids)
         self._params = params
         self._max_tokens = max_tokens
-        self._sampler = Sampler(params, prompt_ids)
+        self._sampler = Sampler(params, prompt_ids, logits_mask=logits_mask)
         self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
         self._stops = StopMatcher(params.stop)
         self._ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
@@ -102,6 +103,7 @@ class OutputStream:
                 cached_tokens=turn.matched,
                 catch_up_tokens=turn.catch_up_tokens,
                 neutral_tokens=turn.neutral_tokens,
+                shared_tokens=turn.shared_tokens,
             ),
             timings=Timings(self.ttft_s, total_s, turn.neutral_wait_s, turn.neutral_s),
             logprobs=tuple(self._logprobs),

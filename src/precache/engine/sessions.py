@@ -40,7 +40,10 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since the engine was loaded. ``lookups`` counts requests by outcome (see cache.store.Lookup)."""
+    """Counters since the engine was loaded. ``lookups`` counts requests by outcome (see cache.store.Lookup).
+
+    ``neutral_tokens`` were run with adapters off: deferred, beside a turn, or in idle time.
+    """
 
     lookups: Mapping[str, int]
     reused_tokens: int
@@ -49,6 +52,7 @@ class CacheStats:
     bytes_held: int
     peak_bytes: int
     budget: int
+    neutral_tokens: int = 0
 
 
 def describe(trajectory: Trajectory, readers: Mapping[str, tuple[str, ...]]) -> SessionInfo:
@@ -72,7 +76,7 @@ def describe(trajectory: Trajectory, readers: Mapping[str, tuple[str, ...]]) -> 
     )
 
 
-def stats(store: TrajectoryStore) -> CacheStats:
+def stats(store: TrajectoryStore, neutral_tokens: int) -> CacheStats:
     """Copy out the counters."""
     return CacheStats(
         lookups={outcome.value: count for outcome, count in store.lookups.items()},
@@ -82,4 +86,5 @@ def stats(store: TrajectoryStore) -> CacheStats:
         bytes_held=store.bytes_held(),
         peak_bytes=store.peak_bytes,
         budget=store.budget,
+        neutral_tokens=neutral_tokens,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from precache.engine.forward import Lane
 from precache.engine.model import BackboneModel
 from precache.engine.policies import SharingPolicy
 from precache.engine.policies.base import PassSpec, TurnPlan
-from precache.errors import CacheBudgetError, NonFiniteLogitsError
+from precache.errors import CacheBudgetError, NonFiniteLogitsError, TurnCancelledError
 
 BASE = "base"
 RESERVE_AHEAD = 128  # tokens for which room is made before the first one is generated
@@ -29,12 +30,17 @@ RESERVE_AHEAD = 128  # tokens for which room is made before the first one is gen
 
 @dataclass
 class Turn:
-    """One agent's request while it runs. ``matched`` of the prompt's tokens were reused."""
+    """One agent's request while it runs. ``matched`` of the prompt's tokens were reused.
+
+    Another thread may set ``cancel``; the turn then ends before its next forward pass.
+    """
 
     adapter: Adapter | None
     plan: TurnPlan
     trajectory: Trajectory
     matched: int
+    cancel: Event
+    shared_tokens: int = 0
     catch_up_tokens: int = 0
     neutral_tokens: int = 0
     neutral_wait_s: float = 0.0
@@ -45,6 +51,11 @@ class Turn:
         if self.adapter is None:
             return Writer(BASE, "")
         return Writer(self.adapter.name, self.adapter.digest)
+
+    def check_cancel(self) -> None:
+        """Raise TurnCancelledError if somebody wants the turn to end."""
+        if self.cancel.is_set():
+            raise TurnCancelledError
 
 
 class TurnRunner:
@@ -63,6 +74,7 @@ class TurnRunner:
         self.store = store
         self.policy = policy
         self.prefill_chunk = prefill_chunk
+        self.neutral_tokens = 0  # run with adapters off so far, for all turns
 
     # -- the life of a turn --------------------------------------------------------------------------------------
 
@@ -86,17 +98,28 @@ class TurnRunner:
         private = tokens if plan.beside is not None else 0
         return self.store.bytes_needed(tokens, self._layouts(), private)
 
-    def begin(self, adapter: Adapter | None, prompt: Sequence[int], output_tokens: int) -> Turn:
-        """Find what can be reused and bring it up to date for this agent. Raises CacheBudgetError.
+    def begin(
+        self,
+        adapter: Adapter | None,
+        prompt: Sequence[int],
+        output_tokens: int,
+        cancel: Event | None = None,
+    ) -> Turn:
+        """Find what can be reused and bring it up to date for this agent.
+
+        Raises CacheBudgetError, and TurnCancelledError once ``cancel`` is set.
 
         Nothing of the prompt's own tokens has run when this returns; ``extend`` runs them.
         """
         trajectory, matched = self.store.checkout(prompt, self.policy.namespace(adapter))
-        turn = Turn(adapter, self.policy.turn(adapter, self.bank), trajectory, matched)
+        plan = self.policy.turn(adapter, self.bank)
+        turn = Turn(adapter, plan, trajectory, matched, cancel or Event())
+        turn.shared_tokens = _written_by_others(trajectory, matched, turn.writer)
         try:
-            self._reserve(turn, len(prompt) + min(output_tokens, RESERVE_AHEAD))
+            self._reserve(turn, len(prompt) + min(output_tokens - 1, RESERVE_AHEAD))
             started = time.perf_counter()
-            self.run_deferred(trajectory)
+            while self.run_deferred(trajectory, max_chunks=1):
+                turn.check_cancel()
             turn.neutral_wait_s = time.perf_counter() - started
             self._catch_up(turn)
             if turn.plan.deferred:
@@ -110,10 +133,11 @@ class TurnRunner:
         """Run tokens behind those cached, in chunks, and return the logits of the last ones, fp32.
 
         ``logits_from`` is the first position whose logits are wanted; the result is [positions from there, vocab].
-        Raises NonFiniteLogitsError (nothing of the turn stays cached) and CacheBudgetError.
+        Raises NonFiniteLogitsError (nothing of the turn stays cached), CacheBudgetError and TurnCancelledError.
         """
         collected = []
         for first in range(0, len(token_ids), self.prefill_chunk):
+            turn.check_cancel()
             chunk = token_ids[first : first + self.prefill_chunk]
             logits = self._extend_chunk(turn, chunk, logits_from)
             if logits.shape[0]:
@@ -135,6 +159,7 @@ class TurnRunner:
         if plan.beside is not None:
             lanes.append(Lane(token_ids, start, plan.beside, trajectory))
             turn.neutral_tokens += len(token_ids)
+            self.neutral_tokens += len(token_ids)
         logits = self.model.forward(lanes, self.bank)
         trajectory.commit(token_ids, turn.writer)
         for lane in lanes:
@@ -165,6 +190,7 @@ class TurnRunner:
         trajectory = turn.trajectory
         for low, high in trajectory.strips[write.layout.key].missing(turn.matched):
             for start in range(low, high, self.prefill_chunk):
+                turn.check_cancel()
                 end = min(start + self.prefill_chunk, high)
                 self._run_cached(trajectory, start, end, spec)
                 turn.catch_up_tokens += end - start
@@ -182,6 +208,7 @@ class TurnRunner:
             trajectory.pending_from = end if end < trajectory.length else None
             done += end - start
             chunks += 1
+        self.neutral_tokens += done
         return done
 
     def _replace_rows(self, trajectory: Trajectory, start: int, end: int) -> None:
@@ -219,6 +246,11 @@ class TurnRunner:
 def _cover(lane: Lane) -> None:
     for write in lane.spec.strips:
         lane.trajectory.strips[write.layout.key].cover(lane.start, lane.end)
+
+
+def _written_by_others(trajectory: Trajectory, matched: int, reader: Writer) -> int:
+    runs = [run for run in trajectory.runs if run.writer.name != reader.name]
+    return sum(max(0, min(run.end, matched) - run.start) for run in runs)
 
 
 def _gaps(trajectory: Trajectory, layout: StripLayout, end: int) -> list[tuple[int, int]]:
