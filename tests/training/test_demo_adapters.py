@@ -54,7 +54,7 @@ def test_role_writes_its_own_tokens_best(role: str) -> None:
     assert min(nll, key=lambda name: nll[name]) == role
 
 
-@pytest.mark.parametrize(("first", "second"), combinations(ROLES, 2))
+@pytest.mark.parametrize(("first", "second"), list(combinations(ROLES, 2)))
 def test_roles_have_different_weights_in_every_layer(first: str, second: str) -> None:
     one = load_file(ADAPTERS / first / "adapter_model.safetensors")
     two = load_file(ADAPTERS / second / "adapter_model.safetensors")
