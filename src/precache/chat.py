@@ -344,14 +344,11 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._silent = frozenset(tokenizer.special_tokens.values())
         self._window: list[int] = []
         self._num_read = 0  # leading ids of the window whose text is out
 
     def push(self, token_id: int) -> str:
         """Add one id and return the text it completes, which may be none."""
-        if token_id in self._silent:
-            return ""
         self._window.append(token_id)
         text = self._new_text()
         if not text or text.endswith(_INCOMPLETE):

@@ -1,0 +1,79 @@
+"""Options that several commands share, and what they are turned into. Defaults stay where the Engine has them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from precache import Engine
+
+_ENGINE_SETTINGS = ("policy", "schedule", "dtype", "cache_memory", "device")
+
+
+def adapter_pair(text: str) -> tuple[str, Path]:
+    """Parse ``name=path``; an argparse type."""
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed is NAME=FOLDER")
+    return name, Path(path)
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, model: bool = True) -> None:
+    """Add the model (unless the command brings its own), the adapters and the engine's settings."""
+    if model:
+        parser.add_argument(
+            "model", metavar="MODEL", help="hub id, local folder, or the alias smollm2"
+        )
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add(
+        "--adapter",
+        dest="adapters",
+        type=adapter_pair,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a PEFT LoRA adapter and the name of its agent; repeatable",
+    )
+    add("--policy", help="what agents share (prelrshared, rebaseshared, nonshared, ...)")
+    add("--schedule", help="when rebaseshared runs its neutral pass (lazy-prefill, ...)")
+    add("--dtype", help="auto, float32, bfloat16 or float16")
+    add("--device", help="auto, cpu or cuda")
+    add("--cache-memory", metavar="SIZE", help="hard limit of all cached bytes, such as 2GiB")
+
+
+def adapters_from_args(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the adapters by name. Raises ConfigError if a name was given twice."""
+    adapters: dict[str, Path] = {}
+    for name, path in args.adapters:
+        if name in adapters:
+            raise ConfigError("--adapter", name, "each name once")
+        adapters[name] = path
+    return adapters
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine settings that were given; those left out keep the engine's defaults."""
+    given = {name: getattr(args, name, None) for name in _ENGINE_SETTINGS}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def engine_from_args(args: argparse.Namespace) -> Engine:
+    """Load the engine that the options of ``add_engine_options`` describe. Raises PrecacheError."""
+    adapters = adapters_from_args(args)
+    quiet_in_pipes()
+    from precache import Engine
+
+    return Engine.load(args.model, adapters=adapters, **engine_settings(args))
+
+
+def quiet_in_pipes() -> None:
+    """No progress bar of the model loader where nobody watches it. Call before transformers is imported."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
