@@ -24,7 +24,7 @@ VOCAB = 50
 
 
 def some_logits(seed: int = 0) -> Tensor:
-    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
 def drawn(logits: Tensor, count: int = 400, prompt: Sequence[int] = (), **fields: Any) -> list[int]:
