@@ -1,4 +1,4 @@
-"""Invariant 2: where the methods have to agree with stock transformers and PEFT, with the base model, or with each other."""
+"""Invariant 2: where methods must agree with transformers and PEFT, with the base model, or with each other."""
 
 from __future__ import annotations
 

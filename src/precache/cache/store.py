@@ -160,7 +160,8 @@ class TrajectoryStore:
     def _outcome(self, prompt: TokenArray, namespace: str, matched: int, *, forks: bool) -> Lookup:
         if len(prompt) < 2:
             return Lookup.TOO_SHORT
-        lost = [item for item in self._lost if item.namespace == namespace]
+        # The newest first: of two that match equally well, it says what happened last.
+        lost = [item for item in reversed(self._lost) if item.namespace == namespace]
         longest = max(lost, key=lambda item: common_prefix(item.token_ids, prompt), default=None)
         if longest is not None and common_prefix(longest.token_ids, prompt) > matched + 1:
             return longest.reason

@@ -49,7 +49,7 @@ def save_trajectory(trajectory: Trajectory, path: str | Path, owner: CacheOwner)
         for kind, parts in (("v", strip.v), ("k", strip.k)):
             for layer, part in enumerate(parts):
                 if part is not None:
-                    tensors[f"strip.{index}.{kind}.{layer}"] = part[:length].contiguous()
+                    tensors[f"strip.{index}.{kind}.{layer}"] = _computed(part, strip.covered, length)
     metadata = {
         "format": FORMAT,
         "model": owner.model_digest,
@@ -60,6 +60,14 @@ def save_trajectory(trajectory: Trajectory, path: str | Path, owner: CacheOwner)
         "strips": [[key, strip.covered] for key, strip in trajectory.strips.items()],
     }
     _write(Path(path), tensors, {"precache": json.dumps(metadata)})
+
+
+def _computed(part: Tensor, covered: list[tuple[int, int]], length: int) -> Tensor:
+    """The first rows of a strip's tensor, zeros where nothing was computed and memory holds anything."""
+    rows = torch.zeros_like(part[:length])
+    for low, high in covered:
+        rows[low:high] = part[low:high]
+    return rows
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
