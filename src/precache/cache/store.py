@@ -46,7 +46,7 @@ class _Lost:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the loaded adapters allow to be kept: strips by key, namespaces, and all tokens but those of stale writers."""
+    """What the loaded adapters allow to be kept: strips, namespaces, and all tokens but those of stale writers."""
 
     strips: frozenset[str]
     namespaces: frozenset[str]

@@ -230,6 +230,10 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, checked. Raises InvalidRequestError; takes no lock."""
+        if not hasattr(prompt, "__getitem__"):
+            raise InvalidRequestError(
+                f"prompt: got {type(prompt).__name__}, allowed are text, chat messages and token ids"
+            )
         if self.tokenizer is None:
             if isinstance(prompt, str) or any(not isinstance(item, int) for item in prompt):
                 raise InvalidRequestError(

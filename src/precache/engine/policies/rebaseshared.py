@@ -1,4 +1,4 @@
-"""ReBaseShared (PReCache, 2026): the shared base is rebuilt without adapters, so that no reader sees a writer's drift."""
+"""ReBaseShared (PReCache, 2026): the shared base is rebuilt without adapters, so no reader sees a writer's drift."""
 
 from __future__ import annotations
 
