@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -10,18 +11,46 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from precache.ops import AttentionOutput, KeyStrip, ValueStrip, cpu, reference
+from precache.ops import AttentionOutput, KeyStrip, ValueStrip, cpu, decode, reference
 from precache.ops.contract import AttentionInputs, check
 from tests.ops.cases import Case, in_float32, segment
 
-SMALL = cpu.Tuning(query_block=48, key_block=100)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+Attend = Callable[[AttentionInputs], AttentionOutput]
 
 
-def blocked(inputs: AttentionInputs, tuning: cpu.Tuning = SMALL) -> AttentionOutput:
+def blocked(
+    inputs: AttentionInputs,
+    method: str,
+    query_block: int = 48,
+    key_block: int = 100,
+    product_dtype: torch.dtype | None = None,
+) -> AttentionOutput:
+    """In blocks so small that most calls cross several."""
+    check(inputs)
+    dtype = product_dtype or inputs.q.dtype
+    with torch.inference_mode():
+        return cpu.attend(inputs, cpu.Tuning(method, query_block, key_block, dtype))
+
+
+def as_chosen(inputs: AttentionInputs) -> AttentionOutput:
+    """In the form and the blocks that the backend takes by itself."""
     check(inputs)
     with torch.inference_mode():
-        return cpu.attend(inputs, tuning)
+        return cpu.attend(inputs)
+
+
+METHODS = ("low_rank", "expanded", "fused")
+FORMS: dict[str, Attend] = {
+    **{method: functools.partial(blocked, method=method) for method in METHODS},
+    "chosen": as_chosen,
+}
+
+
+@pytest.fixture(params=FORMS)
+def attend(request: pytest.FixtureRequest) -> Attend:
+    """Every form of the backend in turn."""
+    return FORMS[request.param]
 
 
 def assert_same(got: AttentionOutput, expected: AttentionOutput) -> None:
@@ -37,7 +66,7 @@ def assert_different(got: AttentionOutput, wrong: AttentionOutput) -> None:
 # -- every shape and option ------------------------------------------------------------------------
 
 OPTIONS = {
-    "group": (1, 3, 4),
+    "group": (1, 4),
     "rank": (None, 1, 16),
     "key_rank": (None, 8),
     "window": (None, 9, 5000),
@@ -46,37 +75,56 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 310), (7, 7), (64, 210)])
-def test_blocked_matches_reference(q_len: int, kv_len: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 130), (7, 7), (64, 150)])
+def test_every_option_matches_reference(q_len: int, kv_len: int, dtype: torch.dtype) -> None:
     for chosen in itertools.product(*OPTIONS.values()):
         options = dict(zip(OPTIONS, chosen, strict=True))
         inputs = Case(q_len=q_len, kv_len=kv_len, dtype=dtype, **options).inputs()
-        assert_same(blocked(inputs), reference.attend(inputs))
+        expected = reference.attend(inputs)
+        for attend in FORMS.values():
+            assert_same(attend(inputs), expected)
 
 
 @pytest.mark.parametrize("window", [None, 150])
-@pytest.mark.parametrize("kv_len", [1, 2, 99, 100, 101, 1100])
-@pytest.mark.parametrize("q_len", [1, 2, 16, 17, 130])
+@pytest.mark.parametrize("kv_len", [1, 99, 100, 101, 1100])
+@pytest.mark.parametrize("q_len", [1, 2, 7, 64, 130])
 def test_every_length_matches_reference(q_len: int, kv_len: int, window: int | None) -> None:
     position = max(kv_len - q_len, 0)  # more queries than keys: they sit after the last key
     inputs = Case(q_len=q_len, kv_len=kv_len, q_positions=position, window=window).inputs()
-    assert_same(blocked(inputs), reference.attend(inputs))
+    expected = reference.attend(inputs)
+    for attend in FORMS.values():
+        assert_same(attend(inputs), expected)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("query_block", [1, 13, 64, 1000])
 @pytest.mark.parametrize("key_block", [1, 17, 64, 1000])
-def test_block_sizes_do_not_change_the_result(query_block: int, key_block: int) -> None:
-    inputs = Case(q_len=40, kv_len=130, key_rank=4, window=50).inputs()
-    expected = reference.attend(inputs)
-    for decode_queries in (0, 1000):
-        tuning = cpu.Tuning(query_block, key_block, decode_queries)
-        assert_same(blocked(inputs, tuning), expected)
+def test_block_sizes_do_not_change_the_result(
+    query_block: int, key_block: int, method: str
+) -> None:
+    for window in (None, 50):
+        inputs = Case(q_len=40, kv_len=130, key_rank=4, window=window).inputs()
+        assert_same(blocked(inputs, method, query_block, key_block), reference.attend(inputs))
 
 
-def test_default_block_sizes_match_reference() -> None:
-    for q_len, key_rank in itertools.product((1, 300), (None, 8)):
-        inputs = Case(q_len=q_len, kv_len=1100, key_rank=key_rank).inputs()
-        assert_same(blocked(inputs, cpu.DEFAULT_TUNING), reference.attend(inputs))
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (300, None), (None, 3.0)])
+def test_long_prefill_matches_reference(window: int | None, softcap: float | None) -> None:
+    inputs = Case(q_len=1500, kv_len=1700, num_kv_heads=1, window=window, softcap=softcap).inputs()
+    assert_same(as_chosen(inputs), reference.attend(inputs))
+
+
+def operators(inputs: AttentionInputs, attend: Attend) -> set[str]:
+    """Names of the torch operators that a call runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attend(inputs)
+    return {event.key for event in profile.key_averages()}
+
+
+def test_prefill_runs_the_fused_kernel_and_decoding_does_not() -> None:
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert kernel in operators(Case(q_len=64, kv_len=300).inputs(), as_chosen)
+    assert kernel not in operators(Case(q_len=1, kv_len=300).inputs(), as_chosen)
+    assert kernel not in operators(Case(q_len=64, kv_len=300, softcap=3.0).inputs(), as_chosen)
 
 
 # -- the definition itself, against plain torch ----------------------------------------------------
@@ -122,89 +170,105 @@ def eager(inputs: AttentionInputs) -> Tensor:
 
 
 def rms_errors(
-    plain_torch: Callable[[AttentionInputs], Tensor], case: Case, tuning: cpu.Tuning
+    case: Case, attend: Attend, plain_torch: Callable[[AttentionInputs], Tensor]
 ) -> tuple[float, float]:
-    """Error of the blocked backend and of plain torch to the float32 reference."""
+    """Error of the backend and of plain torch to the float32 reference."""
     errors = []
     for seed in range(4):
         inputs = case.inputs(seed)
         exact = reference.attend(in_float32(inputs)).out
-        ours, theirs = blocked(inputs, tuning).out, plain_torch(inputs)
-        errors.append(torch.stack([ours - exact, theirs - exact]))
-    ours_rms, theirs_rms = torch.cat(errors, 1).square().mean((1, 2, 3)).sqrt().tolist()
-    return ours_rms, theirs_rms
+        errors.append(torch.stack([attend(inputs).out - exact, plain_torch(inputs) - exact]))
+    ours, theirs = torch.cat(errors, 1).square().mean((1, 2, 3)).sqrt().tolist()
+    return ours, theirs
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("key_rank", [None, 8])
 @pytest.mark.parametrize("q_len", [1, 7, 70])
-def test_bfloat16_with_wide_products_is_as_close_as_sdpa(q_len: int, key_rank: int | None) -> None:
+def test_bfloat16_with_wide_products_is_as_close_as_sdpa(
+    q_len: int, key_rank: int | None, method: str
+) -> None:
+    """The way of CPUs without bfloat16 products."""
     case = Case(q_len=q_len, kv_len=430, rank=8, key_rank=key_rank, dtype=torch.bfloat16)
-    tuning = cpu.Tuning(query_block=48, key_block=100, product_dtype=torch.float32)
-    ours, theirs = rms_errors(sdpa, case, tuning)
+    attend = functools.partial(blocked, method=method, product_dtype=torch.float32)
+    ours, theirs = rms_errors(case, attend, sdpa)
     assert ours <= 2 * theirs + 1e-4
 
 
-@pytest.mark.parametrize("decode_queries", [0, 16])
-def test_bfloat16_with_own_products_is_as_close_as_eager(decode_queries: int) -> None:
+@pytest.mark.parametrize("attend", [decode.attend_one, *(FORMS[name] for name in METHODS)])
+def test_bfloat16_with_own_products_is_as_close_as_eager(attend: Attend) -> None:
+    """The way of CPUs with bfloat16 products, CUDA and MPS."""
     case = Case(q_len=1, kv_len=430, rank=8, dtype=torch.bfloat16)
-    tuning = cpu.Tuning(48, 100, decode_queries, product_dtype=torch.bfloat16)
-    ours, theirs = rms_errors(eager, case, tuning)
+    ours, theirs = rms_errors(case, attend, eager)
     assert ours <= 2 * theirs + 1e-4
+
+
+@pytest.mark.parametrize("group", [3, 4])
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_decode_step_matches_reference_for_both_orders_of_the_product(
+    head_dim: int, group: int
+) -> None:
+    for window, softcap in itertools.product((None, 50), (None, 3.0)):
+        inputs = Case(
+            kv_len=300, head_dim=head_dim, group=group, window=window, softcap=softcap
+        ).inputs()
+        assert_same(decode.attend_one(inputs), reference.attend(inputs))
 
 
 # -- who sees what ---------------------------------------------------------------------------------
 
 
-def test_scattered_queries_match_the_rows_of_a_full_prefill() -> None:
+def test_scattered_queries_match_the_rows_of_a_full_prefill(attend: Attend) -> None:
     rows = [0, 3, 4, 90, 91, 200, 299]
     whole = Case(q_len=300, kv_len=300, window=80, key_rank=4).inputs()
     scattered = whole._replace(q=whole.q[:, rows], q_positions=torch.tensor(rows))
-    full = blocked(whole)
-    got = blocked(scattered, cpu.Tuning(query_block=3, key_block=50, decode_queries=0))
-    assert_same(got, AttentionOutput(full.out[:, rows], full.lse[:, rows]))
-    assert_different(got, blocked(scattered._replace(q_positions=0)))
+    full = attend(whole)
+    rows_of_full = AttentionOutput(full.out[:, rows], full.lse[:, rows])
+    assert_same(attend(scattered), rows_of_full)
+    assert_same(blocked(scattered, "fused", query_block=3, key_block=50), rows_of_full)
+    assert_different(attend(scattered), attend(scattered._replace(q_positions=0)))
 
 
-def test_keys_after_the_last_query_are_ignored() -> None:
+def test_keys_after_the_last_query_are_ignored(attend: Attend) -> None:
     inputs = Case(q_len=20, kv_len=300, q_positions=150).inputs()
     poisoned = inputs._replace(k=inputs.k.clone(), v_base=inputs.v_base.clone())
     poisoned.k[:, 170:] = torch.nan
     poisoned.v_base[:, 170:] = torch.nan
-    assert_same(blocked(poisoned), reference.attend(inputs))
-    assert_different(blocked(inputs), blocked(inputs._replace(q_positions=280)))
+    assert_same(attend(poisoned), reference.attend(inputs))
+    assert_different(attend(inputs), attend(inputs._replace(q_positions=280)))
 
 
 @pytest.mark.parametrize("q_len", [1, 60])
-def test_window_never_touches_what_lies_outside(q_len: int) -> None:
+def test_window_never_touches_what_lies_outside(q_len: int, attend: Attend) -> None:
     inputs = Case(q_len=q_len, kv_len=300, window=30).inputs()
     outside = 300 - q_len - 30 + 1
     poisoned = inputs._replace(k=inputs.k.clone(), v_base=inputs.v_base.clone())
     poisoned.k[:, :outside] = torch.nan
     poisoned.v_base[:, :outside] = torch.nan
-    assert_same(blocked(poisoned), reference.attend(inputs))
-    assert_different(blocked(inputs), blocked(inputs._replace(window=None)))
+    assert_same(attend(poisoned), reference.attend(inputs))
+    assert_different(attend(inputs), attend(inputs._replace(window=None)))
 
 
-def test_window_counts_the_query_itself() -> None:
+def test_window_counts_the_query_itself(attend: Attend) -> None:
     inputs = Case(q_len=5, kv_len=60, window=1, rank=None, group=1).inputs()
-    torch.testing.assert_close(blocked(inputs).out, inputs.v_base[:, 55:])
+    torch.testing.assert_close(attend(inputs).out, inputs.v_base[:, 55:])
 
 
-@pytest.mark.parametrize("decode_queries", [0, 16])
-def test_row_that_sees_no_key_is_zero(decode_queries: int) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_row_that_sees_no_key_is_zero(method: str) -> None:
     inputs = Case(q_len=8, kv_len=30, kv_start=100, q_positions=96).inputs()
-    got = blocked(inputs, cpu.Tuning(3, 10, decode_queries))
+    got = blocked(inputs, method, query_block=3, key_block=10)
     assert (got.out[:, :4] == 0).all()
     assert (got.lse[:, :4] == -torch.inf).all()
     assert got.lse[:, 4:].isfinite().all()
     assert_same(got, reference.attend(inputs))
 
 
-def test_call_in_which_no_row_sees_a_key_is_zero() -> None:
+def test_call_in_which_no_row_sees_a_key_is_zero(attend: Attend) -> None:
     before = Case(q_len=4, kv_len=30, kv_start=100, q_positions=50).inputs()
     past_window = Case(q_len=4, kv_len=30, q_positions=500, window=20).inputs()
     for inputs in (before, past_window):
-        got = blocked(inputs)
+        got = attend(inputs)
         assert (got.out == 0).all()
         assert (got.lse == -torch.inf).all()
         assert_same(got, reference.attend(inputs))
@@ -212,22 +276,23 @@ def test_call_in_which_no_row_sees_a_key_is_zero() -> None:
 
 def test_row_may_see_nothing_in_a_block_and_keys_in_a_later_one() -> None:
     inputs = Case(q_len=4, kv_len=100, q_positions=[30, 31, 80, 81], window=12).inputs()
-    got = blocked(inputs, cpu.Tuning(query_block=4, key_block=10, decode_queries=0))
-    assert_same(got, reference.attend(inputs))
+    for method in METHODS:
+        got = blocked(inputs, method, query_block=4, key_block=10)
+        assert_same(got, reference.attend(inputs))
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_scores_do_not_overflow(attend: Attend) -> None:
     inputs = Case(q_len=20, kv_len=300).inputs()
     inputs = inputs._replace(q=inputs.q * 1000)
-    got = blocked(inputs)
+    got = attend(inputs)
     assert got.out.isfinite().all()
     torch.testing.assert_close(got.lse, reference.attend(inputs).lse)
 
 
-def test_nan_in_a_key_reaches_the_rows_that_see_it() -> None:
+def test_nan_in_a_key_reaches_the_rows_that_see_it(attend: Attend) -> None:
     inputs = Case(q_len=20, kv_len=200).inputs()
     inputs.k[:, 190] = torch.nan
-    out = blocked(inputs).out
+    out = attend(inputs).out
     assert out[:, 10:].isnan().all()
     assert out[:, :10].isfinite().all()
 
@@ -236,7 +301,7 @@ def test_nan_in_a_key_reaches_the_rows_that_see_it() -> None:
 
 
 @pytest.mark.parametrize("q_len", [1, 60])
-def test_every_part_of_the_call_matters(q_len: int) -> None:
+def test_every_part_of_the_call_matters(q_len: int, attend: Attend) -> None:
     inputs = Case(q_len=q_len, kv_len=300, key_rank=4, window=200, softcap=3.0).inputs()
     v_lora, k_lora = inputs.v_lora, inputs.k_lora
     assert v_lora is not None
@@ -253,16 +318,16 @@ def test_every_part_of_the_call_matters(q_len: int) -> None:
         inputs._replace(scale=inputs.scale * 2),
         inputs._replace(q=swapped_heads),
     ]
-    got = blocked(inputs)
+    got = attend(inputs)
     assert_same(got, reference.attend(inputs))
     for wrong in wrong_calls:
-        assert_different(got, blocked(wrong))
+        assert_different(got, attend(wrong))
 
 
-def test_inputs_are_left_as_they_were() -> None:
+def test_inputs_are_left_as_they_were(attend: Attend) -> None:
     inputs = Case(q_len=60, kv_len=300, key_rank=4, softcap=3.0).inputs()
     untouched = Case(q_len=60, kv_len=300, key_rank=4, softcap=3.0).inputs()
-    blocked(inputs)
+    attend(inputs)
     for tensor, expected in zip(inputs[:3], untouched[:3], strict=True):
         assert torch.equal(tensor, expected)
     assert torch.equal(inputs.v_lora.z, untouched.v_lora.z)

@@ -8,7 +8,7 @@ import torch
 from precache.ops import AttentionOutput, cpu, merge_attention, reference
 from tests.ops.cases import Case, segment
 
-TUNING = cpu.Tuning(query_block=48, key_block=100)
+TUNING = cpu.Tuning("fused", 48, 100, torch.float32)
 
 
 @pytest.mark.parametrize("cuts", [(0, 120, 310), (0, 309, 310), (0, 1, 250, 300, 310)])
