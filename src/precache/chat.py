@@ -132,6 +132,11 @@ class ChatTokenizer:
             return None
         return cls.from_pretrained(path, vocab_size=vocab_size)
 
+    @property
+    def backend(self) -> Tokenizer:
+        """The tokenizer of the library ``tokenizers`` behind this one, to read from."""
+        return self._tokenizer.backend_tokenizer
+
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a text, of chat messages, or of checked token ids.
 

@@ -93,8 +93,9 @@ def _check_int(
 class Usage:
     """Token counts of one turn.
 
-    ``cached_tokens`` of the ``prompt_tokens`` were reused, ``shared_tokens`` of those were written by another agent;
-    ``catch_up_tokens`` of them had to be run again for the reader's strip; ``neutral_tokens`` were run with adapters off (deferred or beside the turn).
+    ``cached_tokens`` of the ``prompt_tokens`` were reused, ``shared_tokens`` of those were written by another agent and
+    ``catch_up_tokens`` of them had to be run again for the reader's strip; ``neutral_tokens`` were run with adapters
+    off (deferred or beside the turn).
     """
 
     prompt_tokens: int

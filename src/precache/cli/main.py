@@ -31,6 +31,10 @@ COMMANDS = {
         "three role agents solve a question over one shared cache, and what that saved",
         "precache demo",
     ),
+    "serve": Command(
+        "OpenAI-compatible server, one model name per adapter",
+        "precache serve smollm2 --adapter plan=adapters/plan --adapter action=adapters/action",
+    ),
     "generate": Command(
         "one turn of one agent, streamed",
         'precache generate smollm2 --adapter plan=adapters/plan --prompt "Question: ..."',

@@ -1,0 +1,1 @@
+<!doctype html><style></style><script></script>

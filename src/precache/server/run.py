@@ -1,0 +1,66 @@
+"""Runs the app under uvicorn, and ends it cleanly: a signal is an ordinary end, with exit status 0."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from precache.server.service import Service
+from precache.server.settings import ServerSettings
+
+_log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAST_WORDS_S = 5.0  # for error events to reach their clients, after the grace
+
+
+class GracefulServer(uvicorn.Server):
+    """On the first signal nothing new is taken, and what runs may end; on the second it is cut short."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving, and do not raise them again at the end."""
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        first, self.should_exit = not self.should_exit, True
+        loop = self._loop
+        loop.call_soon_threadsafe(
+            self._service.begin_shutdown if first else self._service.queue.abort
+        )
+        _log.info("signal %d: %s", sig, "no new requests" if first else "ending what runs")
+
+    async def serve(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        import asyncio
+
+        self._loop = asyncio.get_running_loop()
+        await super().serve()
+
+
+def run_app(app: FastAPI, settings: ServerSettings) -> None:
+    """Serve until a signal comes."""
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=round(settings.shutdown_grace_s + _LAST_WORDS_S),
+    )
+    GracefulServer(config, app.state.service).run()
