@@ -121,6 +121,21 @@ def test_a_request_on_another_trajectory_does_not_wait_for_pending_work(llama: S
         assert engine.sessions()[0].pending_tokens == 184
 
 
+def test_work_that_waited_for_the_lock_gives_way_to_a_request_that_came_meanwhile(
+    llama: Setup,
+) -> None:
+    with llama.engine("rebaseshared", IDLE, prefill_chunk=1) as engine:
+        for seed in range(30):
+            engine.score("plan", tokens(4, seed), tokens(1))
+            time.sleep(0.002)  # the worker is in a pass, or about to start one
+            with engine.no_idle_work():
+                before = pending(engine)
+                time.sleep(0.002)
+                assert (
+                    before - pending(engine) <= 1
+                )  # at most the pass that ran when the hold began
+
+
 def test_closing_ends_the_idle_thread(llama: Setup) -> None:
     def running() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "precache-idle"}

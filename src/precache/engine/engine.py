@@ -63,7 +63,7 @@ class Engine:
         self.context_window = _context_window(config, model)
         self._runner = TurnRunner(model, self.bank, self.store, self.policy, config.prefill_chunk)
         self._lock = threading.RLock()
-        self._idle = IdleWorker(self.idle_step) if self.policy.when_idle else None
+        self._idle = IdleWorker(self._idle_turn) if self.policy.when_idle else None
         self._closed = False
 
     @classmethod
@@ -392,6 +392,11 @@ class Engine:
                     self._runner.run_deferred(trajectory, max_chunks=1)
                     return True
             return False
+
+    def _idle_turn(self) -> bool:
+        """A step of the idle worker, which may have waited for the lock while a request came."""
+        with self._lock:
+            return self._idle is not None and (self._idle.held or self.idle_step())
 
     @contextmanager
     def no_idle_work(self) -> Iterator[None]:

@@ -25,6 +25,11 @@ class IdleWorker:
         self._thread = threading.Thread(target=self._loop, name="precache-idle", daemon=True)
         self._thread.start()
 
+    @property
+    def held(self) -> bool:
+        """Whether a request is here."""
+        return self._holders > 0
+
     def hold(self) -> None:
         """A request came: no new step until ``unhold``."""
         with self._condition:
