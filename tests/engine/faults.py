@@ -18,6 +18,7 @@ class Fault(RuntimeError):
 @contextmanager
 def failing_layer(engine: Engine, call: int, layer: int = 2) -> Iterator[None]:
     """The ``call``-th forward pass from now on raises in the middle: the layers before have written already."""
+    engine.stats()  # waits for a pass of the idle worker that is running
     left = [call]
 
     def count(module: nn.Module, arguments: object) -> None:

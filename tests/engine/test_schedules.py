@@ -125,7 +125,7 @@ def test_work_that_waited_for_the_lock_gives_way_to_a_request_that_came_meanwhil
     llama: Setup,
 ) -> None:
     with llama.engine("rebaseshared", IDLE, prefill_chunk=1) as engine:
-        for seed in range(30):
+        for seed in range(10):
             engine.score("plan", tokens(4, seed), tokens(1))
             time.sleep(0.002)  # the worker is in a pass, or about to start one
             with engine.no_idle_work():
