@@ -120,9 +120,10 @@ def operators(inputs: AttentionInputs, attend: Attend) -> set[str]:
     return {event.key for event in profile.key_averages()}
 
 
-def test_prefill_runs_the_fused_kernel_and_decoding_does_not() -> None:
+def test_the_fused_kernel_runs_where_it_can() -> None:
     kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert kernel in operators(Case(q_len=64, kv_len=300).inputs(), as_chosen)
+    assert kernel in operators(Case(q_len=1, kv_len=300, rank=None).inputs(), as_chosen)
     assert kernel not in operators(Case(q_len=1, kv_len=300).inputs(), as_chosen)
     assert kernel not in operators(Case(q_len=64, kv_len=300, softcap=3.0).inputs(), as_chosen)
 
@@ -208,9 +209,9 @@ def test_bfloat16_with_own_products_is_as_close_as_eager(attend: Attend) -> None
 def test_decode_step_matches_reference_for_both_orders_of_the_product(
     head_dim: int, group: int
 ) -> None:
-    for window, softcap in itertools.product((None, 50), (None, 3.0)):
+    for rank, window, softcap in itertools.product((None, 4), (None, 50), (None, 3.0)):
         inputs = Case(
-            kv_len=300, head_dim=head_dim, group=group, window=window, softcap=softcap
+            kv_len=300, head_dim=head_dim, group=group, rank=rank, window=window, softcap=softcap
         ).inputs()
         assert_same(decode.attend_one(inputs), reference.attend(inputs))
 

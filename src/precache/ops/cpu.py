@@ -23,9 +23,10 @@ from torch import Tensor
 
 from precache.ops.contract import AttentionInputs, AttentionOutput
 from precache.ops.decode import attend_one, is_decode_step
+from precache.ops.fused import has_fused_kernel
 from precache.ops.key_blocks import KeyBlocks, Workspace
 from precache.ops.numerics import accumulator_dtype, product_dtype
-from precache.ops.online_softmax import QueryBlock, Span, has_fused_kernel
+from precache.ops.online_softmax import QueryBlock, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from precache.ops.contract import AttentionInputs, AttentionOutput
+from precache.ops.fused import fused_attention, has_fused_kernel
 from precache.ops.numerics import accumulator_dtype, cap_scores, cast, product_dtype, weigh
 
 _FEW_ROWS = 8
@@ -29,6 +30,9 @@ def attend_one(inputs: AttentionInputs) -> AttentionOutput:
     k, v, z = _visible(inputs)
     if k.shape[1] == 0:
         return _nothing_seen(inputs)
+    if inputs.v_lora is None and inputs.softcap is None and has_fused_kernel(q.dtype, q.device):
+        out, lse = fused_attention(q.unsqueeze(1), k, v, inputs.scale)
+        return AttentionOutput(out.view(num_heads, 1, head_dim), lse.view(num_heads, 1))
     scores = cap_scores(_scores(q, k, inputs.scale), inputs.softcap)
     maximum = scores.amax(-1, keepdim=True)
     probs = scores.sub_(maximum).exp_()

@@ -8,24 +8,15 @@ are masked and computed step by step. Both feed the same running softmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from precache.ops.contract import AttentionInputs
+from precache.ops.fused import fused_attention
 from precache.ops.key_blocks import KeyBlock, Workspace
 from precache.ops.numerics import accumulator_dtype, cap_scores, weigh
-
-_FUSED: Callable[..., tuple[Tensor, Tensor]] | None = getattr(
-    torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None
-)
-
-
-def has_fused_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the fused kernel is the fast way to multiply in this dtype."""
-    return _FUSED is not None and device.type == "cpu" and dtype in (torch.float32, torch.float64)
 
 
 class Span(NamedTuple):
@@ -92,17 +83,10 @@ class QueryBlock:
         self._running.add_scores(scores, keys.v, keys.z)
 
     def _attend_fused(self, keys: KeyBlock, is_causal: bool) -> None:
-        num_kv_heads, num_queries, group, head_dim = self._q.shape
-        one_head_each = (num_kv_heads, group, keys.end - keys.start, head_dim)
-        assert _FUSED is not None
-        out, lse = _FUSED(
-            self._q.transpose(1, 2),
-            keys.k.unsqueeze(1).expand(one_head_each),
-            keys.v.unsqueeze(1).expand(one_head_each),
-            is_causal=is_causal,
-            scale=self._inputs.scale,
-        )
-        # The kernel lays its results out as [num_kv_heads, num_queries, group, ...]: no copies.
+        num_kv_heads, num_queries, group, _ = self._q.shape
+        q = self._q.transpose(1, 2)
+        out, lse = fused_attention(q, keys.k, keys.v, self._inputs.scale, is_causal)
+        # Queries come before heads in the kernel's memory: nothing is copied.
         rows = (num_kv_heads, num_queries * group, -1)
         lse = lse.transpose(1, 2).reshape(rows)
         self._running.add_part(out.transpose(1, 2).reshape(rows).to(lse.dtype), lse)
