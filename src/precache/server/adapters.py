@@ -49,11 +49,12 @@ def contained_path(root: Path | None, asked: str) -> Path:
         )
     try:
         path, base = (root / asked).resolve(), root.resolve()
+        is_folder = path.is_dir()
     except (OSError, ValueError, RuntimeError):
         raise ApiError(400, "lora_path: not a path", param="lora_path") from None
     if path == base or not path.is_relative_to(base):
         raise ApiError(400, f"lora_path: allowed are folders under {base}", param="lora_path")
-    if not path.is_dir():
+    if not is_folder:
         raise ApiError(400, f"lora_path: there is no folder {path}", param="lora_path")
     return path
 

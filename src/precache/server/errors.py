@@ -160,9 +160,16 @@ def _invalid_body(error: RequestValidationError) -> ApiError:
 
 def _problem(item: Mapping[str, Any]) -> tuple[str, str]:
     """The field of one pydantic error and what is wrong with it."""
-    name = ".".join(str(part) for part in item["loc"] if part not in ("body", "path", "query"))
+    name = ".".join(str(part) for part in item["loc"] if _is_field(part))
     if item["type"] == "extra_forbidden":
         return name, "not supported here, and it is not known to be harmless"
     if item["type"] == "json_invalid":
         return "", "the body is not valid JSON"
     return name, str(item["msg"]).removeprefix("Value error, ")
+
+
+def _is_field(part: str | int) -> bool:
+    """Pydantic's places also name where the body came from and which type of a union was tried."""
+    if isinstance(part, int):
+        return True
+    return part.isidentifier() and part not in ("body", "path", "query", "str", "NamedTool")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from precache.errors import SamplingParamsError
 from precache.request import MAX_LOGPROBS, SamplingParams
@@ -45,7 +45,18 @@ NO_OPS: dict[str, tuple[object, ...]] = {
     "web_search_options": (None,),
 }
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Name = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
 class Strict(BaseModel):
@@ -75,7 +86,7 @@ class GenerationRequest(Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     logit_bias: (
@@ -153,9 +164,9 @@ class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``; the prompt is text or token ids, one or several."""
 
     prompt: (
-        str
+        Text
         | TokenIds
-        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[Text], Field(max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)]
     )
     echo: bool | None = None
@@ -173,12 +184,12 @@ class CompletionRequest(GenerationRequest):
 
 class TextPart(Strict):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class FunctionCall(Strict):
     name: Name
-    arguments: str
+    arguments: Text
 
 
 class ToolCall(Strict):
@@ -192,7 +203,7 @@ class ChatMessage(Strict):
     """One message. What the openai client puts into an assistant's message and is empty is accepted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Name | None = None
