@@ -36,7 +36,12 @@ from precache.ops import available_backends
 
 SUPPORTED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 KEY_NORMS = ("qwen3", "gemma3_text")  # k is normalised: base + low-rank part is no longer linear
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # tables that do not depend on the context length
+ROPE_TYPES = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # tables that do not depend on the context length
 _DIGEST_SAMPLES = 4096  # values per weight
 _DIGEST_FACTS = (
     "model_type",
@@ -84,6 +89,8 @@ class BackboneModel:
         self._layer_types = _layer_types(config)
         self._rope: dict[str, tuple[Tensor, Tensor]] = {}
         self._softcap = getattr(config, "final_logit_softcapping", None)
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            _store_wide_weights_by_column(model)
         install_projections(self.decoder.layers, dict(self.shape.out_features), self._running)
 
     @classmethod
@@ -306,6 +313,17 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         return {dtype: getattr(torch, dtype) for dtype in ("float32", "bfloat16", "float16")}[name]
     slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
+
+
+def _store_wide_weights_by_column(model: nn.Module) -> None:
+    """Lay the weights of Linear modules that widen their input out column by column; their values stay.
+
+    A product with one row, which is a decode step, then takes half to two thirds of the time in the BLAS of a CPU (more
+    rows: the same). Where the embedding is tied to the head it stays tied.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features > module.in_features:
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:

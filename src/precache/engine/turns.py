@@ -143,7 +143,7 @@ class TurnRunner:
             if logits.shape[0]:
                 collected.append(logits)
         logits = collected[0] if len(collected) == 1 else torch.cat(collected)
-        if not bool(torch.isfinite(logits).all()):
+        if not _all_finite(logits):
             position = turn.trajectory.length - 1
             turn.trajectory.truncate(turn.matched)
             raise NonFiniteLogitsError(turn.writer.name, position)
@@ -246,6 +246,12 @@ class TurnRunner:
 def _cover(lane: Lane) -> None:
     for write in lane.spec.strips:
         lane.trajectory.strips[write.layout.key].cover(lane.start, lane.end)
+
+
+def _all_finite(logits: Tensor) -> bool:
+    """NaN and infinities reach the extremes, and these take no temporary tensor of the vocabulary's size."""
+    low, high = torch.aminmax(logits)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _written_by_others(trajectory: Trajectory, matched: int, reader: Writer) -> int:
