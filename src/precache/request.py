@@ -65,7 +65,9 @@ class SamplingParams:
 def _check_number(
     name: str, got: object, low: float, high: float, *, open_low: bool = False
 ) -> None:
-    allowed = f"a number {'above' if open_low else 'from'} {low:g} {'up ' if open_low else ''}to {high:g}"
+    allowed = (
+        f"a number {'above' if open_low else 'from'} {low:g} {'up ' if open_low else ''}to {high:g}"
+    )
     if isinstance(got, bool) or not isinstance(got, int | float) or not math.isfinite(got):
         raise SamplingParamsError(name, got, allowed)
     if got > high or got < low or (open_low and got == low):

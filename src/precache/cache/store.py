@@ -121,9 +121,7 @@ class TrajectoryStore:
         trajectory.busy += 1
         return trajectory
 
-    def _longest_match(
-        self, prompt: TokenArray, namespace: str
-    ) -> tuple[Trajectory | None, int]:
+    def _longest_match(self, prompt: TokenArray, namespace: str) -> tuple[Trajectory | None, int]:
         best: Trajectory | None = None
         best_rank = (0, False, 0)
         for trajectory in self.trajectories:
@@ -275,7 +273,9 @@ class TrajectoryStore:
     def _usable(self, trajectory: Trajectory) -> int:
         """Tokens before the first one of a stale writer: what follows it was computed on top of it."""
         kept = self._kept
-        stale = (run.start for run in trajectory.runs if kept is not None and kept.stale(run.writer))
+        stale = (
+            run.start for run in trajectory.runs if kept is not None and kept.stale(run.writer)
+        )
         return min(stale, default=trajectory.length)
 
 

@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
         adapters = {role: folder / role for role in ROLES}
         first = Engine.load("smollm2", adapters=adapters, policy=policies[0], dtype=args.dtype)
         print(f"\n{QUESTION.question}\n{QUESTION.options}", flush=True)
-        rows, turns, reference = [], [], []
+        rows: list[DemoRow] = []
+        turns: list[DemoTurn] = []
+        reference: list[Tensor] = []
         for policy in policies:
             engine = first if policy == policies[0] else first.with_policy(policy)
             played = _play(engine)

@@ -375,9 +375,7 @@ class Engine:
             model_digest=self.model.digest(),
             vocab_size=self.model.shape.vocab_size,
             policy=self.policy.name,
-            strips={
-                write.layout.key: write.layout for write in self.policy.strips(self.bank)
-            },
+            strips={write.layout.key: write.layout for write in self.policy.strips(self.bank)},
             adapters={adapter.name: adapter.digest for adapter in self.bank},
             namespaces=self._kept().namespaces,
         )

@@ -130,7 +130,9 @@ class Forward:
                 buffers.write(layer, lane.start, k[0, :, rows], v[0, :, rows])
         if self.keys_values_only:
             raise KeyValuesStored
-        outputs = [self._attend_lane(layer, q[0, :, rows], lane, masking) for rows, lane in self.lanes]
+        outputs = [
+            self._attend_lane(layer, q[0, :, rows], lane, masking) for rows, lane in self.lanes
+        ]
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return joined.transpose(0, 1).unsqueeze(0)
 

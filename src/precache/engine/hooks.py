@@ -118,7 +118,8 @@ def register_attention() -> None:
     """
     AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionMaskInterface.register(ATTENTION_NAME, _mask)
-    if ATTENTION_NAME not in AttentionMaskInterface().valid_keys():
+    masks: Any = AttentionMaskInterface
+    if ATTENTION_NAME not in masks().valid_keys():
         raise ModelError("transformers did not take the mask function of the precache attention")
 
 

@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -36,12 +36,8 @@ from precache.ops import available_backends
 
 SUPPORTED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 KEY_NORMS = ("qwen3", "gemma3_text")  # k is normalised: base + low-rank part is no longer linear
-ROPE_TYPES = (
-    "default",
-    "linear",
-    "llama3",
-    "yarn",
-)  # tables that do not depend on the context length
+# Rotary tables that do not depend on the context length.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _DIGEST_SAMPLES = 4096  # values per weight
 _DIGEST_FACTS = (
     "model_type",
@@ -67,7 +63,7 @@ class BackboneModel:
         check_supported(config)
         self.config = config
         self.model = model.eval()
-        self.decoder: Any = model.get_submodule("model")
+        self.decoder = cast(Any, model.get_submodule("model"))
         self.head = model.get_submodule("lm_head")
         weight = self.decoder.embed_tokens.weight
         self.dtype: torch.dtype = weight.dtype
@@ -118,7 +114,8 @@ class BackboneModel:
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
         names = tuple(dict.fromkeys((hub_id(name), path, name)))
-        return cls(model.to(device), model_config, names, config.attention_backend)
+        moved = cast(nn.Module, model).to(device)
+        return cls(moved, model_config, names, config.attention_backend)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -310,7 +307,8 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16, except on CPUs without fast bfloat16 products, where it is float32."""
     if name != "auto":
-        return {dtype: getattr(torch, dtype) for dtype in ("float32", "bfloat16", "float16")}[name]
+        named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        return named[name]
     slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
 

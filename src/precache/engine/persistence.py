@@ -49,14 +49,18 @@ def save_trajectory(trajectory: Trajectory, path: str | Path, owner: CacheOwner)
         for kind, parts in (("v", strip.v), ("k", strip.k)):
             for layer, part in enumerate(parts):
                 if part is not None:
-                    tensors[f"strip.{index}.{kind}.{layer}"] = _computed(part, strip.covered, length)
+                    tensors[f"strip.{index}.{kind}.{layer}"] = _computed(
+                        part, strip.covered, length
+                    )
     metadata = {
         "format": FORMAT,
         "model": owner.model_digest,
         "policy": owner.policy,
         "namespace": trajectory.namespace,
         "pending_from": None if pending is None or pending >= length else pending,
-        "runs": [[run.start, run.end, run.writer.name, run.writer.digest] for run in trajectory.runs],
+        "runs": [
+            [run.start, run.end, run.writer.name, run.writer.digest] for run in trajectory.runs
+        ],
         "strips": [[key, strip.covered] for key, strip in trajectory.strips.items()],
     }
     _write(Path(path), tensors, {"precache": json.dumps(metadata)})
@@ -162,9 +166,7 @@ class _SavedSession:
                 if start != position or not start < end <= self._length:
                     raise ValueError("runs are not consecutive")
                 if name in self._owner.adapters and self._owner.adapters[name] != digest:
-                    raise self._fail(
-                        f"adapter {name!r}", digest, self._owner.adapters[name]
-                    )
+                    raise self._fail(f"adapter {name!r}", digest, self._owner.adapters[name])
                 runs.append(WriterRun(start, end, Writer(str(name), str(digest))))
                 position = end
         except (TypeError, ValueError) as error:

@@ -64,7 +64,8 @@ class SharingPolicy(ABC):
     """One method of sharing a cache among agents. Stateless: everything it needs is passed in."""
 
     name: ClassVar[str]
-    schedules: ClassVar[tuple[str, ...]] = ()  # the first is the default; () if the policy knows none
+    # The first is the default; none if it does not matter when the policy's passes run.
+    schedules: ClassVar[tuple[str, ...]] = ()
     base_is_neutral: ClassVar[bool] = False  # k and v_base do not depend on any adapter
 
     def __init__(self, schedule: str | None = None) -> None:
