@@ -37,16 +37,35 @@ def with_key(key: str) -> dict[str, str]:
 def paths(server: LiveServer) -> list[tuple[str, str]]:
     schema = server.app.openapi()["paths"]
     found = [(method.upper(), path) for path, item in schema.items() for method in item]
-    found += [(m, r.path) for r in server.app.routes if isinstance(r, Route) for m in r.methods or ()]
-    return sorted({(method, path.replace("{name}", "plan").replace("{name:path}", "plan")) for method, path in found})
+    found += [
+        (m, r.path) for r in server.app.routes if isinstance(r, Route) for m in r.methods or ()
+    ]
+    return sorted(
+        {
+            (method, path.replace("{name}", "plan").replace("{name:path}", "plan"))
+            for method, path in found
+        }
+    )
 
 
 def test_every_route_but_health_needs_a_key(locked: LiveServer) -> None:
     assert len(paths(locked)) >= 11
-    for method, path in [*paths(locked), ("GET", "/nowhere"), ("GET", "/v1/models/"), ("GET", "//health")]:
-        for headers in ({}, with_key("wrong"), {"Authorization": "Bearer"}, {"Authorization": f"Basic {API_KEY}"}):
+    for method, path in [
+        *paths(locked),
+        ("GET", "/nowhere"),
+        ("GET", "/v1/models/"),
+        ("GET", "//health"),
+    ]:
+        for headers in (
+            {},
+            with_key("wrong"),
+            {"Authorization": "Bearer"},
+            {"Authorization": f"Basic {API_KEY}"},
+        ):
             response = locked.http.request(method, path, headers=headers)
-            assert response.status_code == (200 if path == "/health" and method != "HEAD" else 401), (method, path)
+            assert response.status_code == (
+                200 if path == "/health" and method != "HEAD" else 401
+            ), (method, path)
 
 
 @pytest.mark.parametrize("key", [API_KEY, "a-second-key", ADMIN_KEY])
@@ -166,9 +185,7 @@ def test_a_body_that_is_too_large_is_refused(server: LiveServer) -> None:
 def test_a_form_of_another_site_is_refused(server: LiveServer) -> None:
     body = b'{"model": "plan", "prompt": "abc"}'
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        response = server.http.post(
-            "/v1/completions", content=body, headers={"Content-Type": kind}
-        )
+        response = server.http.post("/v1/completions", content=body, headers={"Content-Type": kind})
         assert response.status_code == 400
 
 

@@ -54,7 +54,9 @@ def test_a_name_is_replaced_only_when_asked_to(admin: LiveServer) -> None:
     before = admin.complete(logprobs=0).choices[0].logprobs.token_logprobs
     body = {"lora_name": "plan", "lora_path": "critic"}
     assert send(admin, "load", **body).status_code == 400
-    assert admin.complete(logprobs=0).choices[0].logprobs.token_logprobs == pytest.approx(before, abs=1e-4)
+    assert admin.complete(logprobs=0).choices[0].logprobs.token_logprobs == pytest.approx(
+        before, abs=1e-4
+    )
     assert send(admin, "load", **body, load_inplace=True).status_code == 200
     answer = admin.complete(logprobs=0)
     assert answer.usage.prompt_tokens_details.cached_tokens == 0  # old weights wrote it
@@ -74,7 +76,8 @@ def test_a_bad_adapter_disturbs_nobody(admin: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["..", ".", "../model", "/etc", "link", "a\0b", "x" * 4000, "nothing", "plan/../../model"]
+    "path",
+    ["..", ".", "../model", "/etc", "link", "a\0b", "x" * 4000, "nothing", "plan/../../model"],
 )
 def test_paths_outside_the_root_are_refused(admin: LiveServer, path: str) -> None:
     response = send(admin, "load", lora_name="new", lora_path=path)

@@ -38,9 +38,7 @@ def test_the_same_request_twice_runs_one_token(server: LiveServer) -> None:
     usage = again.usage
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
     assert again.choices[0].text == first.choices[0].text
-    assert close(
-        first.choices[0].logprobs.token_logprobs, again.choices[0].logprobs.token_logprobs
-    )
+    assert close(first.choices[0].logprobs.token_logprobs, again.choices[0].logprobs.token_logprobs)
     (session,) = server.http.get("/v1/sessions").json()["sessions"]
     assert session["length"] == len(PROMPT) + 2  # the last token said was never run
 

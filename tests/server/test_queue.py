@@ -153,4 +153,6 @@ def test_neutral_passes_run_between_requests(serve: Serve) -> None:
         wait_for(lambda: pending() == 0)
         assert server.http.get("/v1/sessions").json()["stats"]["neutral_tokens"] == 12
         assert "precache:neutral_tokens_total 12.0" in server.http.get("/metrics").text
-        assert server.complete("action", "a history of").usage.prompt_tokens_details.cached_tokens == 9
+        assert (
+            server.complete("action", "a history of").usage.prompt_tokens_details.cached_tokens == 9
+        )

@@ -46,7 +46,6 @@ NO_OPS: dict[str, tuple[object, ...]] = {
 }
 
 
-
 def _encodable(text: str) -> str:
     try:
         text.encode()

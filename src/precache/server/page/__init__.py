@@ -35,7 +35,7 @@ def _page() -> _Page:
     html = html.replace("<style></style>", f"<style>{style}</style>")
     html = html.replace("<script></script>", f"<script>{script}</script>")
     policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; connect-src 'self'; "
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return _Page(

@@ -232,7 +232,7 @@ async function loop() {
 byId("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(KEY, byId("key").value);
-  byId("key").value = "";
+  byId("key").value = byId("key-error").textContent = "";
   loop();
 });
 
