@@ -72,17 +72,16 @@ def tuning_for(inputs: AttentionInputs) -> Tuning:
         return Tuning("low_rank", q_len, key_block, dtype)
     if not has_fused_kernel(dtype, inputs.q.device) or inputs.softcap is not None:
         return Tuning("expanded", 64, 512, dtype)
-    # Blocks at the edges of windows or of scattered rows are masked, outside the fused kernel.
-    query_block, key_block = (1024, 1024) if _is_plainly_causal(inputs) else (128, 512)
-    return Tuning("fused", query_block, key_block, dtype)
+    return Tuning("fused", *_fused_blocks(inputs), dtype)
 
 
-def _is_plainly_causal(inputs: AttentionInputs) -> bool:
-    """Whether the queries are contiguous, and the window, if any, hides none of the keys."""
+def _fused_blocks(inputs: AttentionInputs) -> tuple[int, int]:
+    """Query and key block. Smaller ones leave less to the masked blocks, outside the kernel."""
     if isinstance(inputs.q_positions, Tensor):
-        return False
-    last_position = inputs.q_positions + inputs.q.shape[1] - 1
-    return inputs.window is None or last_position - inputs.kv_start < inputs.window
+        return 64, 512
+    last_key_seen = inputs.q_positions + inputs.q.shape[1] - 1 - inputs.kv_start
+    window_hides_keys = inputs.window is not None and inputs.window <= last_key_seen
+    return (256, 512) if window_hides_keys else (1024, 1024)
 
 
 def _spans(inputs: AttentionInputs, query_block: int) -> list[Span]:
