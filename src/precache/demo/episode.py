@@ -53,10 +53,8 @@ class DemoEpisode:
             yield turn
             tool = turn.text.strip()
         yield self._turn("action", "", "]", ARGUMENT_TOKENS, end="]\n")
-        if tool == "Finish":
-            answer = ASK_TO_REFLECT
-        else:
-            answer = self._question.tools.get(tool, f"There is no tool {tool!r}.")
+        answers = {**self._question.tools, "Finish": ASK_TO_REFLECT}
+        answer = answers.get(tool, f"There is no tool {tool!r}.")
         self.text += observation_line(number, answer)
 
     def _reflect(self, number: int) -> Iterator[DemoTurn]:
