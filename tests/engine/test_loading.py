@@ -289,6 +289,19 @@ def test_engines_over_one_model_do_not_meet(llama: Setup) -> None:
     )
 
 
+def test_another_policy_takes_the_adapters_as_they_are_loaded(llama: Setup, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama.adapters()["plan"], tmp_path / "plan")
+    one = llama.engine(adapters={"plan": folder, "action": llama.adapters()["action"]})
+    shutil.rmtree(folder)
+    other = one.with_policy("nonshared")
+    assert other.agents() == one.agents()
+    assert [a.digest for a in other.bank] == [a.digest for a in one.bank]
+    other.remove_adapter("plan")
+    assert one.agents() == ("base", "plan", "action")
+    with pytest.raises(PolicyNotAllowedError, match="differs between 'plan' and 'action'"):
+        one.with_policy("baselrshared")
+
+
 def test_a_model_without_a_tokenizer_loads(tmp_path: Path) -> None:
     folder = save_tiny("qwen2", tmp_path / "model", num_layers=1)
     for path in folder.glob("*token*"):

@@ -51,6 +51,7 @@ BAD: list[tuple[dict[str, Any], type[PrecacheError], str]] = [
     ({"agent": "Plan"}, UnknownAdapterError, f"got 'Plan', loaded are {NAMES}"),
     ({"agent": ""}, UnknownAdapterError, "got ''"),
     ({"agent": None}, UnknownAdapterError, "got None"),
+    ({"agent": ["plan"]}, UnknownAdapterError, r"got \['plan'\]"),
     ({"prompt": [5, 128]}, TokenIdError, "got 128 at position 1, .* 0 to 127"),
     ({"prompt": [5, 99999999]}, TokenIdError, "got 99999999 at position 1"),
     ({"prompt": [-1, 5]}, TokenIdError, "got -1 at position 0"),
@@ -60,7 +61,9 @@ BAD: list[tuple[dict[str, Any], type[PrecacheError], str]] = [
     ({"prompt": {"role": "user", "content": "a"}}, InvalidRequestError, "a list of messages"),
     ({"prompt": None}, InvalidRequestError, "prompt: got NoneType"),
     ({"prompt": 5}, InvalidRequestError, "prompt: got int"),
+    ({"prompt": b"text"}, InvalidRequestError, "prompt: got bytes, allowed are text"),
     ({"beams": 4}, InvalidRequestError, r"unknown sampling parameters: got \['beams'\]"),
+    ({"params": {"max_tokens": 3}}, InvalidRequestError, "params: got dict, allowed is a Sampl"),
     ({"params": SamplingParams(), "max_tokens": 3}, InvalidRequestError, "not both"),
 ]
 

@@ -177,6 +177,14 @@ class AdapterBank:
             self._publish({key: kept for key, kept in self._adapters.items() if key != name})
         return removed
 
+    def take(self, loaded: AdapterBank, admit: Admit | None = None) -> None:
+        """Register what another bank of the same model has loaded, in place of all that is here.
+
+        Raises what `admit` raises; nothing changes then.
+        """
+        with self._lock:
+            self._publish(dict(loaded._adapters), admit)
+
     def stacked_a(
         self, layer: int, target: str, adapters: tuple[Adapter, ...]
     ) -> tuple[Tensor, tuple[slice, ...]]:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from precache.adapters.bank import Adapter, AdapterBank
+from precache.adapters.bank import BASE_NAME, Adapter, AdapterBank
 from precache.cache.store import Kept, TrajectoryStore
 from precache.cache.trajectory import Writer
 from precache.chat import ChatTokenizer, Prompt
@@ -30,7 +30,7 @@ from precache.engine.persistence import CacheOwner, load_trajectory, save_trajec
 from precache.engine.policies import SharingPolicy, make_policy
 from precache.engine.sampler import LogitsMask
 from precache.engine.sessions import CacheStats, SessionInfo, describe, stats
-from precache.engine.turns import BASE, TurnRunner
+from precache.engine.turns import TurnRunner
 from precache.errors import (
     ConfigError,
     ContextLengthError,
@@ -104,12 +104,16 @@ class Engine:
     def with_policy(self, policy: str, schedule: str | None = None) -> Engine:
         """Another engine with the same model and adapters, its own empty cache and another policy.
 
-        The model is shared, not loaded again. Raises UnknownPolicyError and PolicyNotAllowedError.
+        Model and adapters are shared, not loaded again. Raises UnknownPolicyError and PolicyNotAllowedError.
         """
         config = replace(self.config, policy=policy, schedule=schedule)
         engine = Engine(self.model, self.tokenizer, config)
-        for adapter in self.bank:
-            engine.add_adapter(adapter.name, adapter.path)
+        try:
+            engine.bank.take(self.bank, admit=engine._check_adapters)
+        except BaseException:
+            engine.close()
+            raise
+        engine.store.keep_only(engine._kept())
         return engine
 
     # -- generation ----------------------------------------------------------------------------------------------
@@ -222,15 +226,15 @@ class Engine:
     def _adapter(self, agent: str) -> Adapter | None:
         if self._closed:
             raise EngineClosedError
-        if agent == BASE:
+        if agent == BASE_NAME:
             return None
-        if agent not in self.bank:
+        if not isinstance(agent, str) or agent not in self.bank:
             raise UnknownAdapterError(agent, self.agents())
         return self.bank.get(agent)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, checked. Raises InvalidRequestError; takes no lock."""
-        if not hasattr(prompt, "__getitem__"):
+        if isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__getitem__"):
             raise InvalidRequestError(
                 f"prompt: got {type(prompt).__name__}, allowed are text, chat messages and token ids"
             )
@@ -277,7 +281,7 @@ class Engine:
 
     def agents(self) -> tuple[str, ...]:
         """Names that may run a turn: ``base`` and the adapters."""
-        return (BASE, *self.bank.names)
+        return (BASE_NAME, *self.bank.names)
 
     def add_adapter(self, name: str, path: str | Path) -> None:
         """Load an adapter. Tokens that are cached already are caught up at its first turn.
@@ -378,6 +382,7 @@ class Engine:
             strips={write.layout.key: write.layout for write in self.policy.strips(self.bank)},
             adapters={adapter.name: adapter.digest for adapter in self.bank},
             namespaces=self._kept().namespaces,
+            defers=self.policy.deferred(self.bank) is not None,
         )
 
     # -- idle time and the end -----------------------------------------------------------------------------------
@@ -457,6 +462,10 @@ def _sampling_params(params: SamplingParams | None, sampling: dict[str, Any]) ->
     if params is not None:
         if sampling:
             raise InvalidRequestError(f"give params or {sorted(sampling)}, not both")
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"params: got {type(params).__name__}, allowed is a SamplingParams"
+            )
         return params
     unknown = set(sampling) - set(SamplingParams.__dataclass_fields__)
     if unknown:

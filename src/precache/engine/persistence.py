@@ -26,7 +26,10 @@ _MAX_METADATA = 16 * 2**20
 
 @dataclass(frozen=True)
 class CacheOwner:
-    """What a cache depends on: the model, the policy, the strips that are kept and the adapters (name -> digest)."""
+    """What a cache depends on: the model, the policy, the strips that are kept and the adapters (name -> digest).
+
+    ``defers`` says whether the policy has a pass for tokens that are pending.
+    """
 
     model_digest: str
     vocab_size: int
@@ -34,6 +37,7 @@ class CacheOwner:
     strips: Mapping[str, StripLayout]
     adapters: Mapping[str, str]
     namespaces: frozenset[str]
+    defers: bool
 
 
 def save_trajectory(trajectory: Trajectory, path: str | Path, owner: CacheOwner) -> None:
@@ -111,6 +115,7 @@ class _SavedSession:
         self._token_ids = self._tokens()
         self._runs = self._writer_runs()
         self._strips = self._strip_ranges()
+        self._pending = self._pending_from()
 
     @property
     def _length(self) -> int:
@@ -163,6 +168,7 @@ class _SavedSession:
         runs, position = [], 0
         try:
             for start, end, name, digest in self._facts["runs"]:
+                _require_integers(start, end)
                 if start != position or not start < end <= self._length:
                     raise ValueError("runs are not consecutive")
                 if name in self._owner.adapters and self._owner.adapters[name] != digest:
@@ -173,10 +179,17 @@ class _SavedSession:
             raise self._fail("runs", str(error), f"consecutive, 0 to {self._length}") from error
         if position != self._length:
             raise self._fail("runs", f"0 to {position}", f"0 to {self._length}")
-        pending = self._facts["pending_from"]
-        if pending is not None and (type(pending) is not int or not 0 <= pending < self._length):
-            raise self._fail("pending_from", pending, f"null or 0 to {self._length - 1}")
         return runs
+
+    def _pending_from(self) -> int | None:
+        pending = self._facts["pending_from"]
+        if pending is None:
+            return None
+        if type(pending) is not int or not 0 <= pending < self._length:
+            raise self._fail("pending_from", pending, f"null or 0 to {self._length - 1}")
+        if not self._owner.defers:
+            raise self._fail("pending_from", pending, "null under this policy")
+        return pending
 
     def _strip_ranges(self) -> list[tuple[StripLayout, list[tuple[int, int]]]]:
         strips = []
@@ -185,6 +198,7 @@ class _SavedSession:
                 if key not in list(self._owner.strips):
                     raise self._fail("a strip's adapter", key, sorted(self._owner.strips))
                 ranges = [(low, high) for low, high in covered]
+                _require_integers(*(bound for bounds in ranges for bound in bounds))
                 if any(not 0 <= low < high <= self._length for low, high in ranges):
                     raise self._fail("a strip's range", ranges, f"0 to {self._length}")
                 strips.append((self._owner.strips[key], ranges))
@@ -217,7 +231,7 @@ class _SavedSession:
                 strip.cover(low, high)
         for run in self._runs:
             trajectory.commit(self._token_ids[run.start : run.end], run.writer)
-        trajectory.pending_from = self._facts["pending_from"]
+        trajectory.pending_from = self._pending
 
     def _copy(self, name: str, target: Tensor) -> None:
         if name not in self._names:
@@ -230,3 +244,9 @@ class _SavedSession:
         if not bool(torch.isfinite(source).all()):
             raise self._fail(name, "NaN or Inf", "finite values")
         target.copy_(source)
+
+
+def _require_integers(*values: object) -> None:
+    for value in values:
+        if type(value) is not int:
+            raise TypeError(f"{value!r} is no position")

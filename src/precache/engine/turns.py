@@ -14,7 +14,7 @@ from threading import Event
 import torch
 from torch import Tensor
 
-from precache.adapters.bank import Adapter, AdapterBank
+from precache.adapters.bank import BASE_NAME, Adapter, AdapterBank
 from precache.cache.layout import StripLayout
 from precache.cache.store import TrajectoryStore
 from precache.cache.trajectory import Trajectory, Writer
@@ -24,7 +24,6 @@ from precache.engine.policies import SharingPolicy
 from precache.engine.policies.base import PassSpec, TurnPlan
 from precache.errors import CacheBudgetError, NonFiniteLogitsError, TurnCancelledError
 
-BASE = "base"
 RESERVE_AHEAD = 128  # tokens for which room is made before the first one is generated
 
 
@@ -49,7 +48,7 @@ class Turn:
     @property
     def writer(self) -> Writer:
         if self.adapter is None:
-            return Writer(BASE, "")
+            return Writer(BASE_NAME, "")
         return Writer(self.adapter.name, self.adapter.digest)
 
     def check_cancel(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from precache.adapters.bank import Adapter, AdapterBank
+from precache.adapters.bank import BASE_NAME, Adapter, AdapterBank
 from precache.engine.policies.base import PassSpec, SharingPolicy, TurnPlan
 
 
@@ -12,7 +12,7 @@ class NonShared(SharingPolicy):
     name = "nonshared"
 
     def namespace(self, adapter: Adapter | None) -> str:
-        return "base" if adapter is None else adapter.digest
+        return BASE_NAME if adapter is None else adapter.digest
 
     def turn(self, adapter: Adapter | None, bank: AdapterBank) -> TurnPlan:
         return TurnPlan(PassSpec(adapter, folded=True))
