@@ -30,22 +30,32 @@ QUESTION = (
     "(D) Oklahoma\nContext: Maps have four cardinal directions, or main directions: north, south, east and west. "
     "A compass rose is a set of arrows that point to them, and it usually shows only their first letters.\n"
 )
-CUES = {"plan": "Thought:", "action": "Action:", "reflect": "Reflection:"}
-TURNS = ("plan", "action", "plan", "action", "plan", "action", "reflect")
-OBSERVATION = "Observation: the map shows West Virginia at 39 degrees north, Oklahoma at 35, Arizona at 34.\n"
+OTHER_QUESTION = (
+    "Question: Is a rock made by melting and cooling a solid or a liquid? Options: (A) a solid (B) a liquid\n"
+    "Context: Solid, liquid and gas are states of matter. When matter is a solid, it has a shape of its own.\n"
+)
+CUES = {"plan": "Thought {}:", "action": "Action {}:", "reflect": "Reflection:"}
+OBSERVATION = (
+    "Observation {}: a page of 40 words says where each of them lies on a map of the world.\n"
+)
+ROUNDS = 3
 
 
 def play(client: openai.OpenAI, history: str) -> str:
     """Run one episode and return its history."""
-    for role in TURNS:
-        history += CUES[role]
-        said = client.completions.create(
-            model=role, prompt=history, max_tokens=24, temperature=0, stop=["\n"]
-        )
-        history += said.choices[0].text + "\n"
-        if role == "action":
-            history += OBSERVATION
-    return history
+    for number in range(1, ROUNDS + 1):
+        for role in ("plan", "action"):
+            history = say(client, role, history + CUES[role].format(number))
+        history += OBSERVATION.format(number)
+    return say(client, "reflect", history + CUES["reflect"])
+
+
+def say(client: openai.OpenAI, model: str, prompt: str) -> str:
+    """Let an agent go on, and return what is then there."""
+    said = client.completions.create(
+        model=model, prompt=prompt, max_tokens=24, temperature=0, stop=["\n"]
+    )
+    return f"{prompt}{said.choices[0].text}\n"
 
 
 def shoot(url: str, path: Path, width: int, height: int, dark: bool) -> None:
@@ -55,7 +65,9 @@ def shoot(url: str, path: Path, width: int, height: int, dark: bool) -> None:
     profile = tempfile.mkdtemp()
     for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
         options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    driver = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
@@ -90,8 +102,7 @@ def main() -> None:
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     play(client, QUESTION)
-    play(client, QUESTION.replace("north", "south"))
-    client.completions.create(model="smollm2", prompt=QUESTION, max_tokens=8, temperature=0)
+    say(client, "smollm2", play(client, OTHER_QUESTION) + "In short:")
     time.sleep(1)
     shoot(url, args.path, args.width, args.height, args.dark)
     server.should_exit = True

@@ -19,7 +19,7 @@ def logprobs(server: LiveServer, prompt: object, model: str = "plan", n: int = 3
 
 
 def close(a: list[float], b: list[float]) -> bool:
-    return len(a) == len(b) and all(math.isclose(x, y, abs_tol=1e-4) for x, y in zip(a, b))
+    return all(math.isclose(x, y, abs_tol=1e-4) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("extra", ["x", " and more"])

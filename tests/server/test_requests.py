@@ -10,7 +10,6 @@ import pytest
 from tests.server.conftest import Serve
 from tests.server.live import LiveServer
 
-
 # -- O19: shapes -------------------------------------------------------------------------------------------------
 
 

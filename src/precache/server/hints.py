@@ -58,20 +58,29 @@ class HintFinder:
         if self._tokenizer is None or len(prompt) < MIN_TOKENS:
             return None
         seen = _Seen(model, list(prompt), _grams(prompt))
-        hints = [self._compare(other, seen) for name, other in self._last.items() if name != agent]
+        own = self._last.get(agent)
+        hints = [
+            self._compare(other, seen, own) for name, other in self._last.items() if name != agent
+        ]
         self._last[agent] = seen
         self._last.move_to_end(agent)
         if len(self._last) > MAX_AGENTS:
             self._last.popitem(last=False)
         return next((hint for hint in hints if hint is not None), None)
 
-    def _compare(self, first: _Seen, second: _Seen) -> Hint | None:
+    def _compare(self, first: _Seen, second: _Seen, own: _Seen | None) -> Hint | None:
+        """``own`` is what the second agent asked before: if that differs here too, it is another task, not its role."""
         common = len(first.grams & second.grams)
         if common + _GRAM < MIN_TOKENS:
             return None
         assert self._tokenizer is not None
         found = self._tokenizer.find_divergence(first.token_ids, second.token_ids)
         if found is None or found.position >= _EARLY_SHARE * common:
+            return None
+        if (
+            own is not None
+            and own.token_ids[: found.position + 1] != second.token_ids[: found.position + 1]
+        ):
             return None
         key = (*sorted((first.model, second.model)), found.position)
         if key in self._told or len(self._told) > 1000:

@@ -135,9 +135,10 @@ function drawTurn(turn, longest) {
   const band = element("div", "band");
   if (turn.state === "done") {
     const own = turn.cached_tokens - turn.shared_tokens;
-    band.append(segment("own", own, longest, `${own} reused`),
-      segment("others", turn.shared_tokens, longest, `${turn.shared_tokens} reused, written by another agent`),
-      segment("computed", turn.computed_tokens, longest, `${turn.computed_tokens} computed`));
+    for (const [kind, tokens, text] of [["own", own, "reused"], ["others", turn.shared_tokens,
+      "reused, written by another agent"], ["computed", turn.computed_tokens, "computed"]]) {
+      if (tokens) band.append(segment(kind, tokens, longest, `${tokens} ${text}`));
+    }
   }
   const bar = element("td", "wide");
   bar.append(band);
