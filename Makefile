@@ -17,12 +17,12 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check format bench setup clean
+.PHONY: demo test check format bench setup browser clean
 
 demo: $(READY)
 	@$(BIN)/precache demo $(ARGS)
 
-test: $(READY)
+test: $(READY) browser
 	@$(BIN)/python -m pytest -q -n logical --maxprocesses=8 $(ARGS)
 
 check: $(READY)
@@ -38,6 +38,13 @@ bench: $(READY)
 	@$(BIN)/precache bench turns $(ARGS)
 
 setup: $(READY)
+
+# The tests of the server's page drive Debian's chromium; where it cannot be installed they are skipped and say so.
+browser:
+	@command -v chromedriver >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] \
+		|| { echo "set-up: chromium"; apt-get update -qq; \
+		     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null; } \
+		|| echo "no chromium: the tests of the page will be skipped"
 
 # The stamp goes first and comes back last: after an interrupted set-up there is none, and .venv is made anew.
 $(READY): pyproject.toml
