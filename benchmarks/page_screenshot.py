@@ -24,7 +24,14 @@ from precache.server import ServerSettings, build_app
 
 ADAPTERS = Path(precache.__file__).parent / "demo" / "adapters"
 ROLES = ("plan", "action", "reflect")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
 QUESTION = (
     "Question: Which of these states is farthest north? Options: (A) West Virginia (B) Louisiana (C) Arizona "
     "(D) Oklahoma\nContext: Maps have four cardinal directions, or main directions: north, south, east and west. "

@@ -76,7 +76,7 @@ def test_a_key_opens_the_api(locked: LiveServer, key: str) -> None:
 
 def test_an_api_key_does_not_load_adapters(locked: LiveServer) -> None:
     body = {"lora_name": "critic", "lora_path": "critic"}
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"):
         response = locked.http.post(path, json=body, headers=with_key(API_KEY))
         assert response.status_code == 403
 

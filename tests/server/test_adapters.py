@@ -95,3 +95,10 @@ def test_an_adapter_that_is_loaded_later_reads_what_is_cached(admin: LiveServer)
     send(admin, "load", lora_name="critic", lora_path="critic")
     warm = admin.complete("critic", "a longer history of others")
     assert warm.usage.prompt_tokens_details.shared_tokens > 0
+
+
+def test_the_cache_can_be_emptied(admin: LiveServer) -> None:
+    admin.complete("plan", "a history")
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    assert admin.http.post("/reset_prefix_cache", headers=headers).status_code == 200
+    assert admin.http.get("/v1/sessions").json()["sessions"] == []

@@ -1,4 +1,4 @@
-"""Adapters that come and go: ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as in vLLM."""
+"""What an admin may change, under vLLM's names: adapters come and go, the cache is emptied."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def adapters_router(service: Service) -> APIRouter:
         await asyncio.to_thread(service.engine.remove_adapter, body.lora_name)
         _log.info("adapter %r unloaded", body.lora_name)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+    @router.post("/reset_prefix_cache", response_class=PlainTextResponse)
+    async def reset_prefix_cache() -> str:
+        await asyncio.to_thread(service.engine.reset)
+        _log.info("cache emptied")
+        return "Success: the cache is empty."
 
     return router
 

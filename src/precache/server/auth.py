@@ -1,4 +1,4 @@
-"""Who may do what. Every path needs a key but ``/health``; loading and unloading adapters needs the admin key.
+"""Who may do what. Every path needs a key but ``/health``; what changes the server needs the admin key.
 
 This is a layer around the whole app, not something that routes ask for: a route that is added later is closed too.
 """
@@ -16,7 +16,7 @@ from precache.server.page import page_response
 from precache.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health"})
-ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"})
 PAGE_PATH = "/"
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
@@ -59,9 +59,7 @@ class KeyGuard:
 
     def _no_admin(self, key: str) -> ApiError:
         if self._admin_key is None:
-            text = (
-                "adapters cannot be loaded or unloaded: the server was started without --admin-key"
-            )
+            text = "this needs an admin key, and the server was started without --admin-key"
             return ApiError(403, text, code="admin_disabled")
         if _is_one_of(key, self._api_keys):
             return ApiError(403, "this needs the admin key", code="admin_key_needed")

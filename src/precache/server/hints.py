@@ -15,7 +15,7 @@ from precache.chat import ChatTokenizer
 MIN_TOKENS = 32  # shorter prompts are cheap anyway
 MAX_AGENTS = 16
 _GRAM = 12  # tokens; two texts that have a run of so many in common hold the same text
-_EARLY_SHARE = 0.5  # the common prefix is less than this part of the common text
+_EARLY_SHARE = 0.5  # a common prefix below this part of the common text is early
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class HintFinder:
             return None
         seen = _Seen(model, list(prompt), _grams(prompt))
         own = self._last.get(agent)
-        hints = [
-            self._compare(other, seen, own) for name, other in self._last.items() if name != agent
-        ]
+        others = [other for name, other in self._last.items() if name != agent]
+        shares = any(_share(other, seen) for other in others)
+        hints = [] if shares else [self._compare(other, seen, own) for other in others]
         self._last[agent] = seen
         self._last.move_to_end(agent)
         if len(self._last) > MAX_AGENTS:
@@ -95,6 +95,12 @@ class HintFinder:
             found.first,
             found.second,
         )
+
+
+def _share(first: _Seen, second: _Seen) -> bool:
+    """Whether the prompts begin with the same text for half the length of the shorter one."""
+    half = round(_EARLY_SHARE * min(len(first.token_ids), len(second.token_ids)))
+    return first.token_ids[:half] == second.token_ids[:half]
 
 
 def _grams(prompt: Sequence[int]) -> frozenset[tuple[int, ...]]:

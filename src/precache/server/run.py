@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,6 +27,7 @@ class GracefulServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -38,17 +41,14 @@ class GracefulServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         first, self.should_exit = not self.should_exit, True
-        loop = self._loop
-        loop.call_soon_threadsafe(
-            self._service.begin_shutdown if first else self._service.queue.abort
-        )
+        if self._loop is not None:
+            end = self._service.begin_shutdown if first else self._service.queue.abort
+            self._loop.call_soon_threadsafe(end)
         _log.info("signal %d: %s", sig, "no new requests" if first else "ending what runs")
 
-    async def serve(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        import asyncio
-
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().serve()
+        await super().startup(sockets)
 
 
 def run_app(app: FastAPI, settings: ServerSettings) -> None:
