@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from precache.tasks.episodes import Episode, EpisodeParseError, Step, parse_episode
-from precache.tasks.hotpotqa import HOTPOTQA
-from precache.tasks.scienceqa import SCIENCEQA
+from precache.tasks.hotpotqa import HOTPOTQA, HOTPOTQA_FILES
+from precache.tasks.questions import Passage, Question, QuestionFiles
+from precache.tasks.scienceqa import SCIENCEQA, SCIENCEQA_FILES
 from precache.tasks.split import Split, split_of
 from precache.tasks.task import (
     ROLES,
@@ -27,15 +28,20 @@ from precache.tasks.trajectory import (
 )
 
 TASKS = {task.name: task for task in (SCIENCEQA, HOTPOTQA)}
+QUESTION_FILES = {"scienceqa": SCIENCEQA_FILES, "hotpotqa": HOTPOTQA_FILES}
 
 __all__ = [
     "HOTPOTQA",
+    "QUESTION_FILES",
     "ROLES",
     "SCIENCEQA",
     "TASKS",
     "Episode",
     "EpisodeParseError",
     "LoadedTrajectories",
+    "Passage",
+    "Question",
+    "QuestionFiles",
     "Segment",
     "Span",
     "Split",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from typing import Any
+
+from precache.tasks.questions import Question, QuestionFiles, one_line
 from precache.tasks.task import Task
 
 SCIENCEQA = Task(
@@ -14,3 +18,37 @@ SCIENCEQA = Task(
     ),
     tools=("Image2Text", "Search", "Retrieve", "Finish", "Reflect"),
 )
+
+NO_IMAGE = "no img"
+
+
+def read_question(level: str, row: dict[str, Any]) -> Question:
+    """Return the question of one row. Raises ValueError if the answer is none of the choices."""
+    choices = tuple(one_line(choice) for choice in row["choices"])
+    answer = row["answer"]
+    if len(answer) != 1 or not 0 <= ord(answer) - ord("A") < len(choices):
+        raise ValueError(f"answer is {answer!r}, expected a letter of the {len(choices)} choices")
+    return Question(
+        question_id=row["id"],
+        level=level,
+        text=one_line(row["question"]),
+        answer=answer,
+        choices=choices,
+        image_text=_image_text(row["caption"], row["ocr"]),
+    )
+
+
+def _image_text(caption: str, ocr: str) -> str | None:
+    """Return caption and recognised words in the form in which the roles were trained."""
+    if NO_IMAGE in (caption, ocr):
+        return None
+    return f"Image caption: {caption} OCR result: {_ocr_words(ocr)}"
+
+
+def _ocr_words(ocr: str) -> str:
+    """Return the words of a recogniser's result, a list of (box, word, confidence) as text."""
+    words = [one_line(str(found[1])) for found in ast.literal_eval(ocr)]
+    return ",".join(word for word in words if word) or "nothing"
+
+
+SCIENCEQA_FILES = QuestionFiles("scienceqa", "grade", ("1-4", "5-8", "9-12"), read_question)

@@ -1,0 +1,104 @@
+"""The questions that agents are judged on, and the files they come from.
+
+Owns `Question`, `Passage` and reading one JSON object a line. What a task's rows mean is the
+task's own (`hotpotqa.py`, `scienceqa.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from precache.tasks.task import TaskDataError
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One titled paragraph of the local corpus, as sentences."""
+
+    title: str
+    sentences: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.sentences).split())
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question, its answer, and what its tools may know.
+
+    `choices` is empty for a free answer; `image_text` is None where there is no image.
+    """
+
+    question_id: str
+    level: str
+    text: str
+    answer: str
+    choices: tuple[str, ...] = ()
+    passages: tuple[Passage, ...] = ()
+    image_text: str | None = None
+
+    @property
+    def options(self) -> str | None:
+        """The choices on one line, lettered; None for a free answer."""
+        if not self.choices:
+            return None
+        letters = (chr(ord("A") + index) for index in range(len(self.choices)))
+        return " ".join(f"({x}) {choice}" for x, choice in zip(letters, self.choices, strict=True))
+
+
+ReadRow = Callable[[str, dict[str, Any]], Question]
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionFiles:
+    """A task's files: `{folder}/{prefix}{level}.jsonl` for each of `levels`."""
+
+    folder: str
+    prefix: str
+    levels: tuple[str, ...]
+    read_row: ReadRow
+
+    def load(self, data_dir: Path, levels: Sequence[str]) -> list[Question]:
+        """Read the questions of `levels`, in file order.
+
+        `data_dir` is the folder of the task, or the one above it. Raises TaskDataError naming the
+        level, or the file and line.
+        """
+        unknown = [level for level in levels if level not in self.levels]
+        if unknown or not levels:
+            raise TaskDataError(
+                f"levels: got {list(levels)}, allowed are {', '.join(self.levels)}, each once"
+            )
+        return [question for level in levels for question in self._load_level(data_dir, level)]
+
+    def path(self, data_dir: Path, level: str) -> Path:
+        """Return where a level's file is; the nested folder is preferred."""
+        name = f"{self.prefix}{level}.jsonl"
+        nested = data_dir / self.folder / name
+        return nested if nested.is_file() else data_dir / name
+
+    def _load_level(self, data_dir: Path, level: str) -> Iterator[Question]:
+        path = self.path(data_dir, level)
+        if not path.is_file():
+            raise TaskDataError(
+                f"data: neither {data_dir / self.folder / path.name} nor {data_dir / path.name} "
+                f"exists; expected the questions of level {level}"
+            )
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                yield self.read_row(level, json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise TaskDataError(
+                    f"data: {path}, line {number}: expected a question of {self.folder}, "
+                    f"got {line[:60]!r} ({type(error).__name__}: {error})"
+                ) from error
+
+
+def one_line(text: str) -> str:
+    """Return text with every run of white space as one space."""
+    return " ".join(text.split())
