@@ -52,8 +52,8 @@ RULES = {
         "torch numpy safetensors transformers peft tqdm",
     ),
     "fidelity": Rule("public fidelity tasks engine config request errors", "torch numpy tqdm"),
-    "agents": Rule("agents tasks request chat errors"),
-    "demo": Rule("public demo tasks request errors", "tqdm"),
+    "agents": Rule("agents tasks request chat errors", "openai yaml numpy"),
+    "demo": Rule("public demo agents tasks request errors", "tqdm"),
     "server": Rule(
         "public server chat config request errors "
         "engine.engine engine.sampler engine.sessions cache.store",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from precache.tasks.episodes import Episode, EpisodeParseError, Step, parse_episode
 from precache.tasks.hotpotqa import HOTPOTQA, HOTPOTQA_FILES
-from precache.tasks.questions import Passage, Question, QuestionFiles
+from precache.tasks.questions import Passage, Question, QuestionFiles, load_plain_questions
 from precache.tasks.scienceqa import SCIENCEQA, SCIENCEQA_FILES
 from precache.tasks.split import Split, split_of
 from precache.tasks.task import (
@@ -53,6 +53,7 @@ __all__ = [
     "Turn",
     "action_cue",
     "load_episodes",
+    "load_plain_questions",
     "observation_line",
     "parse_episode",
     "read_trajectories",

@@ -11,10 +11,27 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
+from precache.tasks.questions import Question
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?(\s.*)?", re.DOTALL)
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")
+
+
+def score_answer(question: Question, answer: str | None) -> dict[str, float]:
+    """Return `em`, `f1` and `reward` of a free answer, `accuracy` and `reward` of a choice.
+
+    Rewards are AutoAct's: F1, or whether the choice is right. No answer scores nothing; a
+    question without a known answer has no scores.
+    """
+    if not question.answer:
+        return {}
+    if question.choices:
+        right = float(chosen_letter(answer or "", question.choices) == question.answer)
+        return {"accuracy": right, "reward": right}
+    given = f1(answer or "", question.answer)
+    return {"em": float(exact_match(answer or "", question.answer)), "f1": given, "reward": given}
 
 
 def normalise_answer(text: str) -> str:

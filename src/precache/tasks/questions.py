@@ -99,6 +99,34 @@ class QuestionFiles:
                 ) from error
 
 
+def load_plain_questions(path: Path) -> list[Question]:
+    """Read a user's own questions: `{"id": ..., "question": ...}` a line, `answer` and `choices` (letters) optional.
+
+    Raises TaskDataError naming the file and the line.
+    """
+    if not path.is_file():
+        raise TaskDataError(f"data: {path} does not exist; expected a JSONL file of questions")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [_plain_question(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _plain_question(path: Path, number: int, line: str) -> Question:
+    try:
+        row = json.loads(line)
+        return Question(
+            question_id=str(row["id"]),
+            level="all",
+            text=one_line(row["question"]),
+            answer=row.get("answer", ""),
+            choices=tuple(row.get("choices", ())),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TaskDataError(
+            f"data: {path}, line {number}: expected an object with id and question, "
+            f"got {line[:60]!r}"
+        ) from error
+
+
 def one_line(text: str) -> str:
     """Return text with every run of white space as one space."""
     return " ".join(text.split())
