@@ -47,6 +47,10 @@ COMMANDS = {
         "role adapters (PEFT LoRA) from recorded trajectories",
         "precache train --task scienceqa --data role_trajectories --out adapters",
     ),
+    "agents": Command(
+        "plan, act and reflect agents on HotpotQA, ScienceQA or a workflow of yours, scored",
+        "precache agents scienceqa --data data --policies nonshared,rebaseshared --limit 20",
+    ),
     "bench": Command(
         "time to first token, throughput and memory of every policy on this machine",
         "precache bench turns --json",
