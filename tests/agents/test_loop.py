@@ -11,7 +11,6 @@ import pytest
 from precache.agents import Corpus, Episode, PlayOptions, Toolbox, WorkflowError, load_workflow
 from precache.agents.workflow import Bounds, Workflow
 from precache.tasks import HOTPOTQA, SCIENCEQA
-
 from tests.agents.fakes import PAGES, QUESTION, RIGHT, ScriptedClient
 
 HOTPOT = load_workflow("hotpotqa")
@@ -103,7 +102,9 @@ def test_malformed_output_is_counted_and_the_episode_goes_on(texts: list[str], k
 
 def test_an_unknown_action_gets_an_observation_with_the_valid_ones() -> None:
     episode, _ = play([" Hm.", " Dance", *RIGHT])
-    assert "Action 1: Dance\nObservation 1: Invalid Action. Valid Actions are Search[" in episode.text
+    assert (
+        "Action 1: Dance\nObservation 1: Invalid Action. Valid Actions are Search[" in episode.text
+    )
 
 
 def test_repeated_words_are_written_once() -> None:
@@ -131,9 +132,7 @@ def test_the_same_action_over_and_over_ends_the_episode() -> None:
     ],
 )
 @pytest.mark.parametrize("usage", [True, False], ids=["usage", "no-usage"])
-def test_every_bound_ends_the_episode(
-    bounds: dict[str, int], outcome: str, usage: bool
-) -> None:
+def test_every_bound_ends_the_episode(bounds: dict[str, int], outcome: str, usage: bool) -> None:
     queries = (f"word {number}" for number in range(100))
     texts = chain.from_iterable([" Hm.", " Search", query] for query in queries)
     episode, _ = play(texts, bounded(**bounds), usage=usage)

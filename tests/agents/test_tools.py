@@ -11,7 +11,6 @@ import pytest
 from precache.agents import Corpus, Toolbox, ToolError
 from precache.agents.tools import NO_IMAGE, NO_PAGE, run_tool
 from precache.agents.web_search import WebSearch
-
 from tests.agents.fakes import PAGES, QUESTION
 
 

@@ -77,6 +77,7 @@ class EpisodeRecord:
     def as_dict(self) -> dict[str, Any]:
         """Return what goes into a JSON line. Token ids are left out: the text is all there."""
         values = asdict(self)
+        values["malformed"] = dict(self.malformed)  # asdict takes a Counter apart wrongly
         for turn in values["turns"]:
             del turn["prompt_token_ids"], turn["token_ids"]
         return values

