@@ -1,0 +1,83 @@
+"""`precache agents` from end to end on a tiny model: a user's own workflow, resume, forced mode, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from precache.cli.main import main
+from tests.reference.lora import make_adapter
+from tests.reference.models import save_tiny
+
+WORKFLOW = """
+name: pair
+header: "Task: {question}\\n"
+start: draft
+turns:
+  draft: {role: writer, cue: "D{step}:", writes: answer, max_tokens: 4, next: remark}
+  remark: {role: critic, cue: "R{step}:", max_tokens: 4, next: end}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agents")
+    save_tiny("llama", folder / "model")
+    for seed, role in enumerate(("writer", "critic")):
+        make_adapter(folder / "model", folder / role, seed=seed)
+    (folder / "pair.yaml").write_text(WORKFLOW)
+    rows = [{"id": n, "question": f"Say {n}.", "answer": str(n)} for n in range(2)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def agents(folder: Path, *options: str, out: str = "out.jsonl") -> int:
+    roles = [x for r in ("writer", "critic") for x in ("--adapter", f"{r}={folder / r}")]
+    return main(
+        ["agents", str(folder / "pair.yaml"), "--data", str(folder / "tasks.jsonl"), *roles]
+        + ["--model", str(folder / "model"), "--dtype", "float32"]
+        + ["--out", str(folder / out), "--json", *options]
+    )
+
+
+def test_policies_side_by_side_then_resumed_then_forced(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert agents(folder, "--policies", "nonshared,prelrshared") == 0
+    text = capsys.readouterr().out
+    rows = json.loads(text.splitlines()[-1])["rows"]
+    assert [(row["policy"], row["episodes"]) for row in rows] == [
+        ("nonshared", 2),
+        ("prelrshared", 2),
+    ]
+    assert rows[1]["cached_share"] > rows[0]["cached_share"]
+    assert "em" in rows[1]["drops"]
+    lines = (folder / "out.jsonl").read_text()
+    assert agents(folder, "--policies", "nonshared,prelrshared") == 0
+    assert (folder / "out.jsonl").read_text() == lines
+
+    options = ["--mode", "forced", "--recorded", str(folder / "out.jsonl"), "--policies"]
+    capsys.readouterr()
+    assert agents(folder, *options, "nonshared,fullshared", out="forced.jsonl") == 0
+    forced = json.loads(capsys.readouterr().out.splitlines()[-1])["forced"]
+    assert [row["policy"] for row in forced] == ["nonshared", "fullshared"]
+    assert forced[0]["nll"]["mean"] != forced[1]["nll"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policies", "sharing"], "--policies: got 'sharing'"),
+        (["--mode", "forced"], "--recorded: got None"),
+        (["--limit", "0"], "--limit: got 0"),
+        (["--base-url", "http://x/v1"], "--adapter: got 'writer', allowed is none"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(
+    options: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert agents(folder, *options, out="never.jsonl") == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "never.jsonl").exists()
