@@ -11,6 +11,7 @@ import pytest
 from precache.agents import Corpus, Toolbox, ToolError
 from precache.agents.tools import NO_IMAGE, NO_PAGE, run_tool
 from precache.agents.web_search import WebSearch
+from precache.tasks import Passage
 from tests.agents.fakes import PAGES, QUESTION
 
 
@@ -30,6 +31,13 @@ def test_retrieve_of_an_unknown_page_names_similar_ones(box: Toolbox) -> None:
 def test_search_ranks_by_the_words_of_the_query(box: Toolbox) -> None:
     assert box.search("capital Italy").startswith("Rome: Rome is the capital of Italy.")
     assert box.search('zebra "AND" *') == ""
+
+
+def test_words_of_questions_do_not_rank() -> None:
+    film = Passage("What They Had", ("What They Had is a film of the year.",))
+    corpus = Corpus((film, *PAGES))
+    assert corpus.search("What is the capital of Italy?", limit=1) == [PAGES[1]]
+    assert corpus.search("What they had", limit=1) == [film]
 
 
 def test_lookup_goes_through_the_open_page(box: Toolbox) -> None:

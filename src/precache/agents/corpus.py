@@ -13,6 +13,11 @@ from precache.tasks.questions import Passage
 
 _TITLE_WEIGHT, _TEXT_WEIGHT = 2.0, 1.0
 _WORD = re.compile(r"\w+")
+# Words of questions rather than of topics; a page titled "What They Had" answers none of them.
+_COMMON = frozenset(
+    "a an and are as at be by did do does for from had has have how in is it its of on or that the "
+    "they this to was were what when where which who whom whose why with".split()
+)
 
 
 class CorpusError(PrecacheError):
@@ -51,6 +56,7 @@ class Corpus:
 
     def _ranked(self, column: str, query: str, limit: int) -> list[int]:
         words = list(dict.fromkeys(_WORD.findall(query.casefold())))
+        words = [word for word in words if word not in _COMMON] or words
         if not words:
             return []
         terms = " OR ".join(f'"{word}"' for word in words)
