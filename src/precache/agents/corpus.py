@@ -15,8 +15,10 @@ _TITLE_WEIGHT, _TEXT_WEIGHT = 2.0, 1.0
 _WORD = re.compile(r"\w+")
 # Words of questions rather than of topics; a page titled "What They Had" answers none of them.
 _COMMON = frozenset(
-    "a an and are as at be by did do does for from had has have how in is it its of on or that the "
-    "they this to was were what when where which who whom whose why with".split()
+    _WORD.findall(
+        "a an and are as at be by did do does for from had has have how in is it its of on or that "
+        "the they this to was were what when where which who whom whose why with"
+    )
 )
 
 
