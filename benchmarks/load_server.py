@@ -187,7 +187,7 @@ async def sigterm(folder: Path, streams: int) -> dict[str, Any]:
 
         async def stream(number: int) -> None:
             body = {**turn(number % 10, 3, AGENTS[number % 3]), "stream": True}
-            body |= {"max_tokens": 400, "ignore_eos": True} if number == 0 else {}
+            body |= {"max_tokens": 400, "ignore_eos": True} if number < 3 else {}
             try:
                 async with client.stream("POST", "/v1/completions", json=body) as response:
                     text = (await response.aread()).decode()
@@ -202,7 +202,10 @@ async def sigterm(folder: Path, streams: int) -> dict[str, Any]:
                 ends["error event" if '"error"' in text.rsplit("data: ", 1)[-1] else "cut"] += 1
 
         running = [asyncio.create_task(stream(number)) for number in range(streams)]
-        await asyncio.sleep(0.4)
+        live: dict[str, Any] = {"running": 0, "waiting": 0}
+        while live["running"] + live["waiting"] < streams // 2:  # the others may have ended by then
+            await asyncio.sleep(0.05)
+            live = (await client.get("/v1/live")).json()
         started = time.perf_counter()
         status = await asyncio.to_thread(server.stop)
         seconds = time.perf_counter() - started
@@ -288,9 +291,10 @@ def main() -> int:
             "sigterm": lambda: sigterm(folder, 20),
             "fuzz": lambda: fuzz(folder, args.requests, args.seed),
         }
-        report = {part: asyncio.run(work[part]()) for part in args.parts or work}
-    for part, row in report.items():
-        print(part, *(f"\n  {key:<26}{value}" for key, value in row.items()))
+        report = {}
+        for part in args.parts or work:
+            report[part] = row = asyncio.run(work[part]())
+            print(part, *(f"\n  {key:<26}{value}" for key, value in row.items()), flush=True)
     print(json.dumps(report))
     return 0 if all(row["ok"] for row in report.values()) else 1
 
