@@ -27,7 +27,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     prefill_chunk: int = 512
-    growth_tokens: int = 64
+    growth_tokens: int = 256
     context_window: int | None = None
     attention_backend: str = "auto"
 

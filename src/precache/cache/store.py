@@ -213,21 +213,18 @@ class TrajectoryStore:
         per_number = self.layout.dtype.itemsize
         needed = trajectory.growth_bytes(capacity)
         needed += sum(strip.numbers_per_token for strip in new_strips) * capacity * per_number
-        needed += self._private_bytes(held_private, self.rounded(private))
-        self._make_room(needed, keep=trajectory)
+        needed += max(0, self.rounded(private) - held_private) * self.layout.base_bytes_per_token
+        # Tensors grow one after the other: only the largest one exists twice at any time.
+        copied = [trajectory.copied_bytes(capacity)]
+        if trajectory.private is not None and private > held_private:
+            copied.append(trajectory.private.k[0].nbytes)
+        self._make_room(needed + max(copied), keep=trajectory)
         trajectory.grow(capacity)
         for strip in strips:
             trajectory.add_strip(strip)
         if private:
             trajectory.open_private(self.rounded(private))
         self.peak_bytes = max(self.peak_bytes, self.bytes_held())
-
-    def _private_bytes(self, held_rows: int, rows: int) -> int:
-        if rows <= held_rows:
-            return 0
-        row_bytes = self.layout.base_bytes_per_token
-        largest_old = held_rows * row_bytes // (2 * self.layout.num_layers)
-        return (rows - held_rows) * row_bytes + largest_old
 
     def _make_room(self, needed: int, keep: Trajectory) -> None:
         if needed == 0:

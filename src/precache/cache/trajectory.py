@@ -237,9 +237,7 @@ class Trajectory:
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from self.base.tensors()
-        for strip in self.strips.values():
-            yield from strip.tensors()
+        yield from self._growing()
         if self.private is not None:
             yield from self.private.tensors()
 
@@ -248,14 +246,20 @@ class Trajectory:
         return storage_bytes(self.tensors())
 
     def growth_bytes(self, capacity: int) -> int:
-        """Bytes that ``grow(capacity)`` needs beyond those held, the one tensor that exists twice included."""
+        """Bytes that are held more after ``grow(capacity)``; ``copied_bytes`` are needed on top while it runs."""
+        added_rows = max(0, capacity - self.capacity)
+        return sum(_bytes_per_row(tensor) for tensor in self._growing()) * added_rows
+
+    def copied_bytes(self, capacity: int) -> int:
+        """Bytes of the largest tensor that ``grow(capacity)`` copies: the one that exists twice."""
         if capacity <= self.capacity:
             return 0
-        tensors = [*self.base.tensors()]
+        return max((tensor.nbytes for tensor in self._growing()), default=0)
+
+    def _growing(self) -> Iterator[Tensor]:
+        yield from self.base.tensors()
         for strip in self.strips.values():
-            tensors += strip.tensors()
-        grown = sum(_bytes_per_row(tensor) for tensor in tensors) * (capacity - self.capacity)
-        return grown + max((tensor.nbytes for tensor in tensors), default=0)
+            yield from strip.tensors()
 
 
 def storage_bytes(tensors: Iterator[Tensor]) -> int:
