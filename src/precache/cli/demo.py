@@ -78,9 +78,10 @@ def run(args: argparse.Namespace) -> int:
         for policy in policies:
             engine = first if policy == policies[0] else first.with_policy(policy)
             played = _play(engine)
-            if not turns:
-                turns, reference = played, _forced_logits(engine, played)
-            rows.append(_row(engine, played, _forced_logits(engine, turns), reference))
+            turns = turns or played
+            logits = _forced_logits(engine, turns)
+            reference = reference or logits
+            rows.append(_row(engine, played, logits, reference))
             engine.close()
     _print_table(rows)
     if args.json:
@@ -120,11 +121,14 @@ def _play(engine: Engine) -> list[DemoTurn]:
 
 def _forced_logits(engine: Engine, turns: Sequence[DemoTurn]) -> list[Tensor]:
     """The logits of each turn's output when the engine is made to say the recorded text, on an empty cache."""
-    replay = engine.with_policy(engine.policy.name, engine.policy.schedule)
-    return [
-        replay.score(turn.agent, list(turn.output.prompt_token_ids), list(turn.output.token_ids))
-        for turn in turns
-    ]
+    print(f"measuring its logits on {len(turns)} recorded turns ...", flush=True)
+    with engine.with_policy(engine.policy.name, engine.policy.schedule) as replay:
+        return [
+            replay.score(
+                turn.agent, list(turn.output.prompt_token_ids), list(turn.output.token_ids)
+            )
+            for turn in turns
+        ]
 
 
 def _row(
