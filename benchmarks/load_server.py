@@ -235,7 +235,7 @@ def malformed(rng: random.Random) -> tuple[str, bytes, str]:
     if kind == 1:  # no JSON at all
         return path, b"\xff" + rng.randbytes(rng.randrange(200)), "application/json"
     if kind == 2:  # a field of a wrong type or out of range
-        field = rng.choice(["temperature", "top_p", "n", "seed", "stop", "max_tokens", "model"])
+        field = rng.choice(["temperature", "top_p", "n", "top_k", "stop", "max_tokens", "model"])
         wrong = rng.choice([{}, [[]], [None], -(10**6), 2**70, "x" * 300, {"a": [1]}])
         return path, json.dumps(good | {field: wrong}).encode(), "application/json"
     if kind == 3:  # an unknown field
