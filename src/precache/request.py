@@ -8,7 +8,7 @@ from typing import Literal
 
 from precache.errors import SamplingParamsError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
