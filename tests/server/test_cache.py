@@ -88,7 +88,7 @@ def test_misses_are_counted_by_reason(server: LiveServer) -> None:
 
 
 def test_evictions_are_counted_and_the_budget_holds(serve: Serve) -> None:
-    with serve(cache_memory="300KB") as server:
+    with serve(cache_memory="400KB") as server:
         prompts = [letter * 100 for letter in "abc"]
         for prompt in (*prompts, prompts[0]):
             server.complete(prompt=prompt)
