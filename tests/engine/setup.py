@@ -106,10 +106,17 @@ class Setup:
         schedule: str | None = None,
         adapters: Mapping[str, Path] | None = None,
         dtype: str = "float32",
+        growth_tokens: int = 64,  # small beside the tests' budgets
         **settings: Any,
     ) -> Engine:
         """An engine with an empty cache over the shared model."""
-        config = EngineConfig(policy=policy, schedule=schedule, dtype=dtype, **settings)
+        config = EngineConfig(
+            policy=policy,
+            schedule=schedule,
+            dtype=dtype,
+            growth_tokens=growth_tokens,
+            **settings,
+        )
         engine = Engine(self.backbone(dtype), self.tokenizer, config)
         for name, path in (self.adapters() if adapters is None else adapters).items():
             engine.add_adapter(name, path)

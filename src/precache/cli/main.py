@@ -61,6 +61,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 2 for an error of the user's, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    # Read when torch is loaded. Threads that spin while they wait for each other make a small model ten times slower
+    # on a machine where anything else runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         args = build_parser(argv).parse_args(argv)
         status: int = args.func(args)
