@@ -97,6 +97,18 @@ def test_how_a_command_ends(
     assert capsys.readouterr().err == error
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # so that it is put back afterwards
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    install_command(monkeypatch, 0)
+    cli.main(["demo"])
+    assert os.environ["OMP_WAIT_POLICY"] == used
+
+
 def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     install_command(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
