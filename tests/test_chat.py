@@ -252,13 +252,11 @@ def test_divergence_of_a_prefix_is_its_end_and_of_equals_is_none(chat: ChatToken
 
 def test_a_saved_tokenizer_loads(tmp_path: Any) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
-    loaded = ChatTokenizer.find(tmp_path)
-    assert loaded is not None
+    loaded = ChatTokenizer.from_pretrained(tmp_path)
     assert loaded.encode_prompt([USER]) == ChatTokenizer(byte_tokenizer()).encode_prompt([USER])
 
 
-def test_a_folder_without_a_tokenizer_has_none(tmp_path: Any) -> None:
-    assert ChatTokenizer.find(tmp_path) is None
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ModelError, match="no tokenizer could be loaded"):
         ChatTokenizer.from_pretrained(tmp_path)
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _INCOMPLETE = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters: never in real text
 
@@ -120,17 +119,6 @@ class ChatTokenizer:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
         )
-
-    @classmethod
-    def find(cls, path: str | Path, *, vocab_size: int | None = None) -> ChatTokenizer | None:
-        """Load the tokenizer of a model, or return None for a local folder that has none.
-
-        Raises ModelError for a tokenizer that cannot be used.
-        """
-        folder = Path(path)
-        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            return None
-        return cls.from_pretrained(path, vocab_size=vocab_size)
 
     @property
     def backend(self) -> Tokenizer:
