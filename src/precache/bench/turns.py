@@ -19,14 +19,14 @@ from precache.bench.adapters import agent_names, write_random_adapters
 from precache.bench.player import EnginePlayer, Player, Run, play_trace
 from precache.bench.stock import StockPlayer
 from precache.bench.summary import STOCK, Row, RowKey, summarise
-from precache.bench.trace import ROUNDS, Trace, controlled_trace
+from precache.bench.trace import ROUNDS, Step, Trace, controlled_trace
 from precache.config import EngineConfig, parse_size
 from precache.engine.checkpoints import resolve_model
 from precache.engine.model import BackboneModel
 from precache.engine.policies import POLICIES, make_policy
 from precache.errors import ConfigError, PrecacheError
 
-GUARD_CHUNK = 48  # the guard plays a short trace
+GUARD_PROMPT, GUARD_OUTPUT, GUARD_ROUNDS = 16, 6, 2  # the guard's turns: every agent in every round
 WARM_UP_TURNS = 3  # of which the first is a prefill of more than one pass
 GUARD_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
 
@@ -149,8 +149,9 @@ class _Bench:
         """Largest difference of stock-peft and nonshared on a short trace, as a share of the largest logit."""
         if self._stock is None:
             return None
-        chunk = min(GUARD_CHUNK, *self.config.chunks)
-        trace = controlled_trace(chunk, self.config.agent_names(), rounds=1)
+        agents = self.config.agent_names()
+        steps = [Step(agent, GUARD_PROMPT, GUARD_OUTPUT) for agent in agents] * GUARD_ROUNDS
+        trace = Trace(tuple(steps))
         largest, allowed = 0.0, GUARD_TOLERANCE[self.dtype]
         trajectory: list[int] = []
         for turn, (step, fresh) in enumerate(zip(trace.steps, self._prompts(trace), strict=True)):
