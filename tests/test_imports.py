@@ -56,7 +56,7 @@ RULES = {
     "demo": Rule("public demo agents tasks request errors", "tqdm"),
     "server": Rule(
         "public server chat config request errors "
-        "engine.engine engine.sampler engine.sessions cache.store",
+        "engine.engine engine.sampler engine.sessions cache.store adapters.bank",
         "torch numpy fastapi starlette uvicorn pydantic prometheus_client llguidance",
     ),
     "vllm_plugin": Rule("vllm_plugin ops adapters cache config errors", "torch vllm"),

@@ -99,7 +99,7 @@ def test_key_norms_refuse_key_lora_only(folder: Path, tmp_path: Path) -> None:
     keys = _adapters(write_adapter(tmp_path / "keys", target_modules=QKVO))
     verdicts = allowed_policies(keys, key_norms=True)
     assert not any(verdict.allowed for verdict in verdicts)
-    assert all("normalise keys" in verdict.reason for verdict in verdicts)
+    assert all("normalises its keys" in verdict.reason for verdict in verdicts)
 
 
 def test_adapters_of_two_base_models_cannot_share(folder: Path, tmp_path: Path) -> None:

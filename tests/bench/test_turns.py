@@ -122,8 +122,14 @@ def test_ratios_are_taken_within_a_repeat(report: TurnsReport):
         assert set(row.ttft_ratio) == {"stock-peft", "nonshared", "fullshared"}
         assert row.spread["total_ttft_s"].low <= row.total_ttft_s <= row.spread["total_ttft_s"].high
         if row.policy in row.ttft_ratio:
-            own = row.ttft_ratio[row.policy]
-            assert own.low == own.median == own.high == 1.0
+            for ratios in (
+                row.ttft_ratio,
+                row.decode_ratio,
+                row.ttft_cpu_ratio,
+                row.decode_cpu_ratio,
+            ):
+                own = ratios[row.policy]
+                assert own.low == own.median == own.high == 1.0
 
 
 def test_guard_stops_a_bench_whose_rows_differ(

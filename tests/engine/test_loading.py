@@ -246,7 +246,9 @@ def test_a_name_that_no_adapter_may_have(llama: Setup, name: str) -> None:
 def test_key_lora_is_refused_where_keys_are_normalised(setup_of: SetupOf, kind: str) -> None:
     setup = setup_of(kind)
     engine = setup.engine()
-    with pytest.raises(PolicyNotAllowedError, match="'critic' has key LoRA .* normalises its keys"):
+    with pytest.raises(
+        PolicyNotAllowedError, match="key LoRA .k_proj. in critic: .* normalises its keys"
+    ):
         engine.add_adapter("critic", setup.adapters("qkvo")["plan"])
     assert engine.agents() == ("base", "plan", "action", "reflect")
 

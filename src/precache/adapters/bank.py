@@ -113,7 +113,6 @@ class AdapterBank:
         self.dtype = dtype
         self.device = device
         self.max_lora_rank = max_lora_rank
-        self.generation = 0  # bumped at every change
         self._lock = threading.Lock()
         self._adapters: dict[str, Adapter] = {}  # replaced as a whole, never changed in place
         self._stacks: dict[tuple[int, str, tuple[str, ...]], tuple[Tensor, tuple[slice, ...]]] = {}
@@ -229,7 +228,6 @@ class AdapterBank:
             admit(tuple(adapters.values()))
         self._adapters = adapters
         self._stacks = {}
-        self.generation += 1
 
     @staticmethod
     def _get(adapters: Mapping[str, Adapter], name: str) -> Adapter:

@@ -112,6 +112,6 @@ def model_conditions(adapters: Sequence[Adapter]) -> tuple[str, ...]:
     if not names:
         return ()
     return (
-        f"key LoRA (k_proj) in {', '.join(names)}: needs a model without key norms; "
-        "models that normalise keys (Qwen3, Gemma3) are refused with it",
+        f"key LoRA (k_proj) in {', '.join(names)}: needs a model without key norms; a model that "
+        "normalises its keys (Qwen3, Gemma3) cannot have a cached key corrected",
     )

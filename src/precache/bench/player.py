@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from precache import Engine
 from precache.bench.trace import Trace
@@ -40,6 +40,21 @@ class Work:
         )
 
 
+class Clock(NamedTuple):
+    """A moment, or a stretch of time: seconds on the wall, and of processors at work for this process."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Clock:
+        return cls(time.perf_counter(), time.process_time())
+
+    def plus(self, start: Clock, end: Clock) -> Clock:
+        """This stretch and the one from ``start`` to ``end``."""
+        return Clock(self.wall + end.wall - start.wall, self.cpu + end.cpu - start.cpu)
+
+
 class Player(Protocol):
     """One row of a benchmark: a policy of the engine, or something to compare with."""
 
@@ -58,7 +73,8 @@ class Player(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """One play of a trace. Seconds are sums over its turns.
+    """One play of a trace. Seconds are sums over its turns; ``_cpu_s`` is processor time of all threads of the process,
+    which other programs on the machine hardly change.
 
     ``decode_s`` covers ``decoded`` tokens: from a turn's first token to its last but one, which is the last whose
     arrival cannot hide a neutral pass.
@@ -67,6 +83,8 @@ class Run:
     ttft_s: float
     wall_s: float
     decode_s: float
+    ttft_cpu_s: float
+    decode_cpu_s: float
     decoded: int
     work: Work
     cache_bytes: int
@@ -79,31 +97,42 @@ def play_trace(
     """Play a trace from an empty cache. ``think_s`` passes, untimed, between turns."""
     player.reset()
     trajectory: list[int] = []
-    ttft_s = wall_s = decode_s = 0.0
+    none = Clock(0.0, 0.0)
+    ttft = wall = decode = none
     decoded, work = 0, Work()
     outputs = []
     for step, fresh in zip(trace.steps, fresh_prompts, strict=True):
         trajectory += fresh
-        started = time.perf_counter()
+        started = Clock.now()
         tokens, arrivals = _arrivals(player.stream(step.agent, list(trajectory), step.output))
-        wall_s += time.perf_counter() - started
-        ttft_s += arrivals[0] - started
+        wall = wall.plus(started, Clock.now())
+        ttft = ttft.plus(started, arrivals[0])
         if len(arrivals) > 1:
-            decode_s += arrivals[-2] - arrivals[0]
+            decode = decode.plus(arrivals[0], arrivals[-2])
             decoded += len(arrivals) - 2
         work += player.work()
         trajectory += tokens
         outputs.append(tuple(tokens))
         if think_s:
             time.sleep(think_s)
-    return Run(ttft_s, wall_s, decode_s, decoded, work, player.cache_bytes(), tuple(outputs))
+    return Run(
+        ttft_s=ttft.wall,
+        wall_s=wall.wall,
+        decode_s=decode.wall,
+        ttft_cpu_s=ttft.cpu,
+        decode_cpu_s=decode.cpu,
+        decoded=decoded,
+        work=work,
+        cache_bytes=player.cache_bytes(),
+        outputs=tuple(outputs),
+    )
 
 
-def _arrivals(stream: Iterator[int]) -> tuple[list[int], list[float]]:
+def _arrivals(stream: Iterator[int]) -> tuple[list[int], list[Clock]]:
     """Tokens, and when each came."""
     tokens, arrivals = [], []
     for token_id in stream:
-        arrivals.append(time.perf_counter())
+        arrivals.append(Clock.now())
         tokens.append(token_id)
     return tokens, arrivals
 

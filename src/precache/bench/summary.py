@@ -36,8 +36,9 @@ class Row:
 
     ``total_ttft_s`` sums the time to first token over the turns, ``wall_s`` everything, deferred passes included.
     ``tokens_per_s`` is the finished trajectory's tokens over ``wall_s``, ``decode_tokens_per_s`` counts decode steps
-    only. ``neutral_s`` is neutral passes after turns, ``neutral_wait_s`` those a turn waited for (part of its TTFT).
-    ``ttft_ratio`` and ``decode_ratio`` compare with other rows of the same repeat: this row over that one.
+    only. ``ttft_cpu_s`` and ``decode_cpu_s`` are processor time of the same stretches. ``neutral_s`` is neutral passes
+    after turns, ``neutral_wait_s`` those a turn waited for (part of its TTFT).
+    Each ``_ratio`` compares with other rows of the same repeat: this row over that one.
     """
 
     policy: str
@@ -50,6 +51,8 @@ class Row:
     wall_s: float
     tokens_per_s: float
     decode_tokens_per_s: float
+    ttft_cpu_s: float
+    decode_cpu_s: float
     neutral_s: float
     neutral_wait_s: float
     tokens_prefilled: int
@@ -60,6 +63,8 @@ class Row:
     ttft_ratio: Mapping[str, Spread]
     throughput_ratio: Mapping[str, Spread]
     decode_ratio: Mapping[str, Spread]
+    ttft_cpu_ratio: Mapping[str, Spread]
+    decode_cpu_ratio: Mapping[str, Spread]
     same_tokens_as_nonshared: float | None
 
 
@@ -79,6 +84,8 @@ def _row(
         "wall_s": lambda run: run.wall_s,
         "tokens_per_s": lambda run: trace.tokens / run.wall_s,
         "decode_tokens_per_s": _decode_speed,
+        "ttft_cpu_s": lambda run: run.ttft_cpu_s,
+        "decode_cpu_s": lambda run: run.decode_cpu_s,
         "neutral_s": lambda run: run.work.neutral_s,
         "neutral_wait_s": lambda run: run.work.neutral_wait_s,
     }
@@ -100,6 +107,8 @@ def _row(
         wall_s=spread["wall_s"].median,
         tokens_per_s=spread["tokens_per_s"].median,
         decode_tokens_per_s=spread["decode_tokens_per_s"].median,
+        ttft_cpu_s=spread["ttft_cpu_s"].median,
+        decode_cpu_s=spread["decode_cpu_s"].median,
         neutral_s=spread["neutral_s"].median,
         neutral_wait_s=spread["neutral_wait_s"].median,
         tokens_prefilled=work.prefilled + work.catch_up,
@@ -110,6 +119,8 @@ def _row(
         ttft_ratio=ratios("total_ttft_s"),
         throughput_ratio=ratios("tokens_per_s"),
         decode_ratio=ratios("decode_tokens_per_s"),
+        ttft_cpu_ratio=ratios("ttft_cpu_s"),
+        decode_cpu_ratio=ratios("decode_cpu_s"),
         same_tokens_as_nonshared=_agreement(own, references.get("nonshared")),
     )
 

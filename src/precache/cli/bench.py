@@ -185,13 +185,15 @@ def _as_json(config: TurnsConfig, report: TurnsReport, facts: Mapping[str, Any])
 
 _HEADER = (
     f"{'policy':<30} {'TTFT s':>8} {'(min-max)':>15} {'/full':>6} {'/non':>6} {'/stock':>6} "
-    f"{'tok/s':>7} {'decode/s':>8} {'/stock':>6} {'neutral s':>9} {'prefilled':>9} {'cache MB':>8}"
+    f"{'tok/s':>7} {'decode/s':>8} {'/stock':>6} {'neutral s':>9} {'prefilled':>9} {'cache MB':>8} "
+    f"{'CPU: TTFT s':>11} {'/full':>6} {'/stock':>6} {'decode s':>8} {'/stock':>6}"
 )
 
 _LEGEND = (
     "TTFT s: time to first token, summed over the turns, median of the repeats. tok/s: the trajectory's tokens over",
     "all time. decode/s: decode steps only. /full, /non, /stock: this row over fullshared, nonshared and stock-peft in",
     "the same repeat (median). neutral s: passes with adapters off. prefilled: prompt tokens run, reused ones not.",
+    "CPU: processor time of the same stretches, which other programs on the machine hardly change.",
 )
 
 
@@ -216,7 +218,10 @@ def _line(row: Row) -> str:
         f"{_ratio(row.ttft_ratio, 'fullshared')} {_ratio(row.ttft_ratio, 'nonshared')} "
         f"{_ratio(row.ttft_ratio, _STOCK)} {row.tokens_per_s:>7.1f} {row.decode_tokens_per_s:>8.1f} "
         f"{_ratio(row.decode_ratio, _STOCK)} {row.neutral_s + row.neutral_wait_s:>9.2f} "
-        f"{row.tokens_prefilled:>9} {row.peak_cache_bytes / 1e6:>8.1f}"
+        f"{row.tokens_prefilled:>9} {row.peak_cache_bytes / 1e6:>8.1f} "
+        f"{row.ttft_cpu_s:>11.2f} {_ratio(row.ttft_cpu_ratio, 'fullshared')} "
+        f"{_ratio(row.ttft_cpu_ratio, _STOCK)} {row.decode_cpu_s:>8.2f} "
+        f"{_ratio(row.decode_cpu_ratio, _STOCK)}"
     )
 
 

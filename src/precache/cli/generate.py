@@ -80,9 +80,13 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, help="default: the room in the context window")
     group.add_argument("--temperature", type=float, help="default 0: greedy")
-    group.add_argument("--top-p", type=float)
-    group.add_argument("--top-k", type=int)
-    group.add_argument("--min-p", type=float)
+    group.add_argument(
+        "--top-p", type=float, help="sample among the likeliest tokens that hold this share"
+    )
+    group.add_argument("--top-k", type=int, help="sample among this many likeliest tokens")
+    group.add_argument(
+        "--min-p", type=float, help="leave out tokens below this share of the likeliest one"
+    )
     group.add_argument("--seed", type=int, help="default: a fresh one")
     group.add_argument(
         "--stop",

@@ -60,8 +60,12 @@ def _convert_smollm2(target: Path) -> None:
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(work)
         AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(work)
-        if not target.exists():
+        try:
             os.replace(work, target)
+        except OSError:
+            # Another process was first: a folder with files in it is not replaced.
+            if not (target / "config.json").is_file():
+                raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

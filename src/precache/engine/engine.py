@@ -18,6 +18,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from precache.adapters.bank import BASE_NAME, Adapter, AdapterBank
+from precache.adapters.verdicts import model_conditions
 from precache.cache.store import Kept, TrajectoryStore
 from precache.cache.trajectory import Writer
 from precache.chat import ChatTokenizer, Prompt
@@ -308,13 +309,8 @@ class Engine:
             self.store.keep_only(self._kept())
 
     def _check_adapters(self, adapters: Sequence[Adapter]) -> None:
-        for adapter in adapters:
-            if self.model.key_norms and adapter.has("k_proj"):
-                raise PolicyNotAllowedError(
-                    self.policy.name,
-                    f"adapter {adapter.name!r} has key LoRA and {self.model.config.model_type} normalises its keys, "
-                    "so a cached key cannot be corrected; adapters without k_proj work",
-                )
+        if self.model.key_norms and (conditions := model_conditions(adapters)):
+            raise PolicyNotAllowedError(self.policy.name, conditions[0])
         self.policy.check(adapters)
 
     def _kept(self) -> Kept:

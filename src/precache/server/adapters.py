@@ -9,9 +9,10 @@ from pathlib import Path
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
+from precache.adapters.bank import BASE_NAME
 from precache.server.errors import ApiError, ModelNotFoundError
 from precache.server.protocol import LoadAdapterRequest, UnloadAdapterRequest
-from precache.server.service import BASE, Service
+from precache.server.service import Service
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def contained_path(root: Path | None, asked: str) -> Path:
 
 def _load(service: Service, body: LoadAdapterRequest, path: Path) -> None:
     engine, name = service.engine, body.lora_name
-    if name in (BASE, service.settings.base_name):
+    if name in (BASE_NAME, service.settings.base_name):
         raise ApiError(400, f"lora_name: {name!r} is the base model", param="lora_name")
     if body.load_inplace and name in engine.agents():
         engine.replace_adapter(name, path)

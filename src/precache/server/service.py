@@ -9,6 +9,7 @@ from functools import cached_property
 
 from fastapi import Request
 
+from precache.adapters.bank import BASE_NAME
 from precache.chat import Prompt
 from precache.engine.engine import Engine
 from precache.errors import ConfigError, ContextLengthError, InvalidRequestError
@@ -21,8 +22,6 @@ from precache.server.queue import Ticket, TurnQueue
 from precache.server.settings import ServerSettings
 from precache.server.token_bytes import TokenBytes
 from precache.server.turns import Event, TurnPlan, TurnWork
-
-BASE = "base"  # the engine's name of the model without an adapter
 
 
 class Service:
@@ -54,8 +53,8 @@ class Service:
     def agent(self, model: str) -> str:
         """The engine's name of a model. Raises ModelNotFoundError; nothing is guessed."""
         if model == self.settings.base_name:
-            return BASE
-        if model == BASE or model not in self.engine.agents():
+            return BASE_NAME
+        if model == BASE_NAME or model not in self.engine.agents():
             raise ModelNotFoundError(model, self.models)
         return model
 
