@@ -51,7 +51,10 @@ RULES = {
         "public bench tasks engine adapters config request errors",
         "torch numpy safetensors transformers peft tqdm",
     ),
-    "fidelity": Rule("public fidelity tasks engine config request errors", "torch numpy tqdm"),
+    "fidelity": Rule(
+        "public fidelity tasks agents.recorded engine adapters cache config request errors",
+        "torch numpy matplotlib",
+    ),
     "agents": Rule("agents tasks request chat errors", "openai yaml numpy"),
     "demo": Rule("public demo agents tasks request errors", "tqdm"),
     "server": Rule(

@@ -51,6 +51,10 @@ COMMANDS = {
         "plan, act and reflect agents on HotpotQA, ScienceQA or a workflow of yours, scored",
         "precache agents scienceqa --data data --policies nonshared,rebaseshared --limit 20",
     ),
+    "compare": Command(
+        "how far each sharing policy moves your agents, measured on recorded trajectories",
+        "precache compare smollm2 --adapter plan=adapters/plan --trajectories runs.jsonl",
+    ),
     "bench": Command(
         "time to first token, throughput and memory of every policy on this machine",
         "precache bench turns --json",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ from precache.errors import ConfigError
 if TYPE_CHECKING:
     from precache import Engine
 
+DEMO_ROLES = ("plan", "action", "reflect")
 _ENGINE_SETTINGS = ("policy", "schedule", "dtype", "cache_memory", "device")
 
 
@@ -77,3 +81,10 @@ def quiet_in_pipes() -> None:
     """No progress bar of the model loader where nobody watches it. Call before transformers is imported."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@contextmanager
+def demo_adapters() -> Iterator[dict[str, Path]]:
+    """The folders of the adapters that come with precache, by role."""
+    with as_file(files("precache.demo") / "adapters") as folder:
+        yield {role: folder / role for role in DEMO_ROLES}
