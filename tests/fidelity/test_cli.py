@@ -1,0 +1,116 @@
+"""`precache compare` from end to end on a tiny model, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from precache.cli.main import main
+from precache.tasks import Segment, Trajectory, split_of, write_trajectories
+from tests.engine.setup import AGENTS, Setup
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "runs.jsonl"
+    write_trajectories(path, [trajectory(number) for number in range(5)])
+    return path
+
+
+def trajectory(number: int) -> Trajectory:
+    return Trajectory(
+        f"q{number}",
+        (
+            Segment(None, f"Question {number}: why? Thought:"),
+            Segment("plan", f" I look for {number}.\n"),
+            Segment(None, "Action:"),
+            Segment("action", f" Find[{number}]\n"),
+            Segment(None, "Seen: nothing. Thought:"),
+            Segment("reflect", " That is wrong.\n"),
+        ),
+    )
+
+
+def compare(setup: Setup, runs: Path, *options: str) -> int:
+    roles = [x for r in AGENTS for x in ("--adapter", f"{r}={setup.adapters()[r]}")]
+    return main(
+        [
+            "compare",
+            setup.model,
+            *roles,
+            "--trajectories",
+            str(runs),
+            "--dtype",
+            "float32",
+            *options,
+        ]
+    )
+
+
+def test_all_policies_that_the_adapters_allow(
+    setup: Setup, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(setup, runs, "--json") == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out.splitlines()[-1])
+    rows = {(row["policy"], row["role"]): row for row in found["rows"]}
+    policies = ["nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared"]
+    assert list(rows) == [(p, role) for p in policies for role in ("all", *AGENTS)]
+    row = rows["prelrshared", "action"]
+    assert row["kl_low"] <= row["kl"] <= row["kl_high"]
+    assert row["kl"] > 0
+    assert row["tokens"] == 5 * len(" Find[0]\n")
+    assert rows["nonshared", "all"]["kl"] == 0
+    assert [cost["policy"] for cost in found["costs"]] == policies
+    assert [item["role"] for item in found["recommendations"]] == ["all", *AGENTS]
+    assert "baselrshared" in found["refused"]
+    assert all(item["sentence"] in captured.out for item in found["recommendations"])
+
+
+def test_the_first_trajectories_under_chosen_policies(
+    setup: Setup, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--limit", "2", "--policies", "fullshared", "--json"]
+    assert compare(setup, runs, *options) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [cost["policy"] for cost in found["costs"]] == ["nonshared", "fullshared"]
+    assert found["settings"]["num_trajectories"] == 2
+    assert found["refused"] == {}
+
+
+def test_a_split_by_question(
+    setup: Setup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = {split_of(f"q{n}"): n for n in range(20)}
+    runs = tmp_path / "runs.jsonl"
+    write_trajectories(runs, [trajectory(sides["train"]), trajectory(sides["heldout"])])
+    options = ["--split", "heldout", "--policies", "fullshared", "--json"]
+    assert compare(setup, runs, *options) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["settings"]["num_trajectories"] == 1
+    assert found["rows"][0]["kl_low"] is None  # one trajectory has no interval
+    write_trajectories(runs, [trajectory(sides["train"])])
+    assert compare(setup, runs, *options) == 2
+    assert "--split: got 'heldout'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policies", "sharing"], "--policies: got 'sharing'"),
+        (["--policies", "baselrshared"], "policy 'baselrshared' is not allowed"),
+        (["--limit", "0"], "--limit: got 0"),
+        (["--adapter", "plan=x"], "--adapter: got 'plan'"),
+    ],
+)
+def test_mistakes_are_told(
+    setup: Setup,
+    runs: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    assert compare(setup, runs, *options) == 2
+    assert message in capsys.readouterr().err
