@@ -1,10 +1,16 @@
-"""A scripted client, and one small question with a page to read."""
+"""A scripted client, a small question with a page to read, and a workflow in which two roles just talk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from precache.agents import ForcedOutput, TurnOutput, TurnRefusedError, TurnRequest
+from precache.agents import (
+    ForcedOutput,
+    TurnOutput,
+    TurnRefusedError,
+    TurnRequest,
+    parse_workflow,
+)
 from precache.request import Timings, Usage
 from precache.tasks import Passage, Question
 
@@ -14,6 +20,24 @@ PAGES = (
     Passage("Rome", ("Rome is the capital of Italy.",)),
 )
 QUESTION = Question("q1", "easy", "What is the capital of France?", "Paris", passages=PAGES)
+
+TALK = parse_workflow(
+    {
+        "name": "talk",
+        "header": "Tell a story about the question {question}\n",
+        "start": "plan",
+        "turns": {
+            "plan": {"role": "plan", "cue": "P {step}:", "max_tokens": 2, "next": "action"},
+            "action": {"role": "action", "cue": "A {step}:", "max_tokens": 2, "next": "plan"},
+        },
+        "bounds": {"max_steps": 3},
+    }
+)
+
+
+def num_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 class ScriptedClient:

@@ -25,6 +25,7 @@ WORKFLOW = load_workflow("hotpotqa")
 QUESTIONS = [replace(QUESTION, question_id=f"q{n}") for n in range(3)]
 WRONG = (*RIGHT[:2], "Rome", *RIGHT[3:])
 SETTINGS = {"task": "hotpotqa", "seed": 0}
+TRAINED, HELD_OUT = "Who was it?", "Who wrote it?"
 
 
 def run(
@@ -66,12 +67,25 @@ def test_a_record_comes_back_from_its_line(tmp_path: Path) -> None:
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    ResultsFile(path, SETTINGS).close()
+    run(path, script([RIGHT] * 3))
     with pytest.raises(ResultsFileError, match="seed=0, this one has 1"):
         ResultsFile(path, {**SETTINGS, "seed": 1})
-    path.write_text("hello\n")
-    with pytest.raises(ResultsFileError, match="line 1: not JSON"):
+
+
+@pytest.mark.parametrize("text", ["hello\n", "3\n", '{"question": "Why?"}\n'])
+def test_a_file_of_something_else_is_not_overwritten(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(text)
+    with pytest.raises(ResultsFileError, match="line 1: "):
         ResultsFile(path, SETTINGS)
+    assert path.read_text() == text
+
+
+def test_a_run_that_never_played_does_not_keep_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    ResultsFile(path, SETTINGS).close()
+    ResultsFile(path, {**SETTINGS, "seed": 1}).close()
+    assert json.loads(path.read_text()) == {"settings": {**SETTINGS, "seed": 1}}
 
 
 def test_scores_and_drops_are_paired_by_question(tmp_path: Path) -> None:
@@ -125,16 +139,19 @@ def test_forced_mode_says_the_recorded_words(tmp_path: Path) -> None:
     assert "answers kept" in format_forced([row])
 
 
-def test_the_sources_episodes_can_be_replayed(tmp_path: Path) -> None:
+def test_the_sources_held_out_episodes_can_be_replayed(tmp_path: Path) -> None:
     transcript = (
         "\nThought 1: I know.\nAction 1: Finish[Paris]\nObservation 1: Please reflect your answer."
         "\nThought 2: It is.\nAction 2: Reflect[right]\nObservation 2: Answer is CORRECT"
     )
-    rows = [{"question": "What?", "prompt": transcript}] * 2
+    rows = [
+        {"question": question, "prompt": transcript} for question in (HELD_OUT, TRAINED, HELD_OUT)
+    ]
     (tmp_path / "hotpotqa_episodes.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows)
     )
     recorded = read_recorded(tmp_path, "hotpotqa")
-    assert [(item.level, item.repeat) for item in recorded] == [("recorded", 0), ("recorded", 1)]
+    assert [(item.level, item.repeat) for item in recorded] == [("heldout", 0), ("heldout", 1)]
+    assert {item.trajectory.question_id for item in recorded} == {HELD_OUT}
     with pytest.raises(ResultsFileError, match="not for 'chess'"):
         read_recorded(tmp_path, "chess")

@@ -10,12 +10,12 @@ from precache.agents.client import (
     CompletionClient,
     EndpointError,
     ForcedOutput,
-    HttpClient,
     TurnOutput,
     TurnRefusedError,
     TurnRequest,
 )
 from precache.agents.corpus import Corpus
+from precache.agents.endpoint import HttpClient
 from precache.agents.inprocess import EngineClient
 from precache.agents.loop import Episode, PlayOptions
 from precache.agents.record import EpisodeRecord, ToolCall, TurnRecord

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from precache.agents.results import ResultsFileError, read_results
 from precache.agents.runner import Recorded
-from precache.tasks import TASKS, load_episodes
+from precache.tasks import TASKS, load_episodes, split_of
 from precache.tasks.trajectory import Segment, Trajectory
 
-RECORDED_LEVEL = "recorded"
+RECORDED_LEVEL = "heldout"
 
 
 def read_recorded(path: Path, task_name: str) -> list[Recorded]:
     """Return the episodes to replay.
 
-    Of a results file with several policies, those of the policy that comes first in it. Raises
-    ResultsFileError, or TaskDataError for a folder.
+    Of a results file with several policies: those of the policy that comes first in it. Of a folder of the source's
+    episodes: the held-out ones, which `precache train` never saw. Raises ResultsFileError, TaskDataError for a folder.
     """
     if path.is_dir():
         return _from_source(path, task_name)
@@ -49,7 +49,8 @@ def _from_source(folder: Path, task_name: str) -> list[Recorded]:
         )
     seen: Counter[str] = Counter()
     recorded = []
-    for trajectory in load_episodes(TASKS[task_name], folder).trajectories:
+    trajectories = load_episodes(TASKS[task_name], folder).trajectories
+    for trajectory in (t for t in trajectories if split_of(t.question_id) == "heldout"):
         recorded.append(Recorded(RECORDED_LEVEL, seen[trajectory.question_id], trajectory))
         seen[trajectory.question_id] += 1
     return recorded

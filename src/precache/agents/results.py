@@ -88,15 +88,18 @@ class ResultsFile:
         lines = whole.split("\n") if whole else []
         if not lines:
             return ""
-        self._check_settings(_parse(self._path, 1, lines[0]).get("settings"), settings)
+        found = _parse(self._path, 1, lines[0]).get("settings")
+        if not isinstance(found, dict):
+            raise ResultsFileError(f"{self._path}, line 1: expected the settings of a run")
+        if len(lines) == 1:
+            return ""  # a run that never played: nothing to go on from
+        self._check_settings(found, settings)
         for number, line in enumerate(lines[1:], start=2):
             result = _result(self._path, number, line)
             self.done[result.key] = result
         return whole + "\n"
 
-    def _check_settings(self, found: Any, settings: Mapping[str, Any]) -> None:
-        if not isinstance(found, dict):
-            raise ResultsFileError(f"{self._path}, line 1: expected the settings of a run")
+    def _check_settings(self, found: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         for name in sorted({*found, *settings}):
             if found.get(name) != settings.get(name):
                 raise ResultsFileError(

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from precache import Engine
-    from precache.demo.episode import DemoTurn
+    from precache.agents import TurnRecord
+    from precache.request import Usage
 
 ROLES = ("plan", "action", "reflect")
 POLICIES = ("nonshared", "prelrshared", "rebaseshared")
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         first = Engine.load("smollm2", adapters=adapters, policy=policies[0], dtype=args.dtype)
         print(f"\n{QUESTION.question}\n{QUESTION.options}", flush=True)
         rows: list[DemoRow] = []
-        turns: list[DemoTurn] = []
+        turns: list[TurnRecord] = []
         reference: list[Tensor] = []
         for policy in policies:
             engine = first if policy == policies[0] else first.with_policy(policy)
@@ -99,40 +100,47 @@ def _policies(text: str) -> list[str]:
     return list(dict.fromkeys(["nonshared", *names]))
 
 
-def _play(engine: Engine) -> list[DemoTurn]:
-    from precache.demo.episode import DemoEpisode
+def _play(engine: Engine) -> list[TurnRecord]:
+    from precache.agents import EngineClient
+    from precache.demo.episode import demo_episode
     from precache.demo.question import QUESTION
 
     title = engine.policy.name + (f" ({engine.policy.schedule})" if engine.policy.schedule else "")
     print(f"\n== {title} ==")
     print(f"{'agent':<8} {'prompt':>6} {'reused':>6} {'ran':>5} {'TTFT s':>7}  text", flush=True)
     turns = []
-    for turn in DemoEpisode(engine, QUESTION).play():
-        usage, timings = turn.output.usage, turn.output.timings
+    episode = demo_episode(EngineClient(engine), QUESTION)
+    for turn in episode.play():
+        usage = _usage(turn)
         print(
-            f"{turn.agent:<8} {usage.prompt_tokens:>6} {usage.cached_tokens:>6} "
-            f"{usage.prefill_tokens + usage.catch_up_tokens:>5} {timings.ttft_s:>7.3f}  "
+            f"{turn.role:<8} {usage.prompt_tokens:>6} {usage.cached_tokens:>6} "
+            f"{usage.prefill_tokens + usage.catch_up_tokens:>5} {turn.timings.ttft_s:>7.3f}  "
             f"{turn.text.strip()[:90]}",
             flush=True,
         )
         turns.append(turn)
+    record = episode.record
+    print(f"{record.outcome}: answer {record.answer!r} {record.error or ''}".rstrip(), flush=True)
     return turns
 
 
-def _forced_logits(engine: Engine, turns: Sequence[DemoTurn]) -> list[Tensor]:
+def _usage(turn: TurnRecord) -> Usage:
+    assert turn.usage is not None, "an engine in this process always counts"
+    return turn.usage
+
+
+def _forced_logits(engine: Engine, turns: Sequence[TurnRecord]) -> list[Tensor]:
     """The logits of each turn's output when the engine is made to say the recorded text, on an empty cache."""
     print(f"measuring its logits on {len(turns)} recorded turns ...", flush=True)
     with engine.with_policy(engine.policy.name, engine.policy.schedule) as replay:
-        return [
-            replay.score(
-                turn.agent, list(turn.output.prompt_token_ids), list(turn.output.token_ids)
-            )
-            for turn in turns
-        ]
+        return [replay.score(turn.role, turn.prompt_token_ids, turn.token_ids) for turn in turns]
 
 
 def _row(
-    engine: Engine, turns: Sequence[DemoTurn], logits: Sequence[Tensor], reference: Sequence[Tensor]
+    engine: Engine,
+    turns: Sequence[TurnRecord],
+    logits: Sequence[Tensor],
+    reference: Sequence[Tensor],
 ) -> DemoRow:
     import torch
 
@@ -140,8 +148,7 @@ def _row(
     ours, exact = ours.log_softmax(-1), exact.log_softmax(-1)
     kl = (exact.exp() * (exact - ours)).sum(-1).mean()
     agreement = (ours.argmax(-1) == exact.argmax(-1)).float().mean()
-    usages = [turn.output.usage for turn in turns]
-    timings = [turn.output.timings for turn in turns]
+    usages, timings = [_usage(turn) for turn in turns], [turn.timings for turn in turns]
     return DemoRow(
         policy=engine.policy.name,
         total_ttft_s=sum(timing.ttft_s for timing in timings),

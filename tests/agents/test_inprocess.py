@@ -1,11 +1,8 @@
-"""Both clients: an engine on a tiny model with its cache looked at, and a small fake OpenAI server."""
+"""The in-process client: a tiny model, with its cache looked at."""
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,34 +11,19 @@ import pytest
 
 from precache import Engine
 from precache.agents import (
-    EndpointError,
     EngineClient,
     Episode,
-    HttpClient,
     TurnRecord,
     TurnRefusedError,
     TurnRequest,
-    load_workflow,
-    parse_workflow,
 )
 from precache.agents.forced import replay
 from precache.tasks import HOTPOTQA, load_episodes
+from tests.agents.fakes import TALK, num_shared
 from tests.reference.lora import make_adapter
 from tests.reference.models import save_tiny
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "role_trajectories"
-TALK = parse_workflow(
-    {
-        "name": "talk",
-        "header": "Tell a story about the question {question}\n",
-        "start": "plan",
-        "turns": {
-            "plan": {"role": "plan", "cue": "P {step}:", "max_tokens": 2, "next": "action"},
-            "action": {"role": "action", "cue": "A {step}:", "max_tokens": 2, "next": "plan"},
-        },
-        "bounds": {"max_steps": 3},
-    }
-)
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +36,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     }
     with Engine.load(str(model), adapters=roles, policy="prelrshared", dtype="float32") as engine:
         yield engine
-
-
-def num_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 @pytest.mark.parametrize("policy", ["prelrshared", "rebaseshared", "fullshared"])
@@ -169,94 +146,3 @@ def _smollm2_tokenizer() -> Any:
     from precache.engine.checkpoints import resolve_model
 
     return ChatTokenizer.from_pretrained(resolve_model("smollm2"))
-
-
-# -- over HTTP -----------------------------------------------------------------------------------
-
-
-class _FakeOpenAI(BaseHTTPRequestHandler):
-    """Streams the scripted texts in two pieces each, with usage last; records the requests."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server: Any = self.server
-        server.requests.append((self.path, body))
-        if len(body["prompt"]) > server.longest:
-            return self._answer(400, json.dumps({"error": {"message": "too long"}}).encode())
-        text = server.texts.pop(0)
-        chunks = [self._chunk(text[:3]), self._chunk(text[3:], finish_reason="stop")]
-        usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
-        usage = {**usage, "prompt_tokens_details": {"cached_tokens": 7}}
-        chunks.append({**self._chunk(""), "choices": [], "usage": usage})
-        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
-        return self._answer(200, "".join(lines).encode(), "text/event-stream")
-
-    def _chunk(self, text: str, finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}
-        head = {"id": "c", "object": "text_completion", "created": 0, "model": "m"}
-        return {**head, "choices": [choice]}
-
-    def _answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[Any]:
-    fake: Any = ThreadingHTTPServer(("127.0.0.1", 0), _FakeOpenAI)
-    fake.daemon_threads = True
-    fake.requests, fake.texts, fake.longest = [], [], 10_000
-    thread = threading.Thread(target=fake.serve_forever, daemon=True)
-    thread.start()
-    yield fake
-    fake.shutdown()
-    fake.server_close()
-    thread.join()
-
-
-def url(server: Any) -> str:
-    return f"http://127.0.0.1:{server.server_port}/v1"
-
-
-def test_an_episode_over_http_is_the_same_text(server: Any) -> None:
-    server.texts = [" A cat.", " Good.", " accept"]
-    client = HttpClient(url(server), models={"critic": "critic-lora"})
-    episode = Episode(load_workflow("writer_critic"), client, "w", {"question": "A cat?"}, {})
-    turns = list(episode.play())
-    assert episode.record.outcome == "accepted"
-    assert [turn.text for turn in turns] == [" A cat.", " Good.", " accept"]
-    assert [path for path, _ in server.requests] == ["/v1/completions"] * 3
-    bodies = [body for _, body in server.requests]
-    assert [body["model"] for body in bodies] == ["writer", "critic-lora", "critic-lora"]
-    assert bodies[2]["prompt"] == bodies[1]["prompt"] + " Good.\nVerdict 1:"
-    assert (bodies[0]["stop"], bodies[0]["max_tokens"], bodies[0]["temperature"]) == (["\n"], 96, 0)
-    usage = turns[0].usage
-    assert usage is not None
-    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (9, 7, 2)
-    assert 0 < turns[0].timings.ttft_s <= turns[0].timings.total_s
-
-
-def test_forced_text_over_http_is_read_by_its_writer(server: Any) -> None:
-    server.texts = [" Good", " x"] * 2
-    client = HttpClient(url(server))
-    request = TurnRequest("critic", "Draft 1: A cat.\nRemark 1:", 8, ("\n",))
-    assert client.force(request, " Good\n").kept
-    assert not client.force(request, " Goodness\n").kept
-    assert server.requests[1][1]["prompt"] == request.prompt + " Good\n"
-    assert server.requests[1][1]["model"] == "critic"
-
-
-def test_http_errors_are_told_apart(server: Any) -> None:
-    server.longest = 10
-    with pytest.raises(TurnRefusedError, match="answered 400"):
-        HttpClient(url(server)).complete(TurnRequest("plan", "x" * 11, 4, ("\n",)))
-    with pytest.raises(EndpointError, match="cannot be reached"):
-        HttpClient("http://127.0.0.1:9/v1", timeout_s=2).complete(
-            TurnRequest("plan", "x", 4, ("\n",))
-        )

@@ -1,0 +1,122 @@
+"""Who plays: a client per policy, over an engine in this process or over one endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from importlib.resources import as_file, files
+from typing import TYPE_CHECKING, Any
+
+from precache.cli.agents.command import API_KEY_VARIABLE
+from precache.cli.options import adapters_from_args, engine_settings, quiet_in_pipes
+from precache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from precache import Engine
+    from precache.agents.client import CompletionClient
+    from precache.agents.results import EpisodeResult, ResultsFile
+    from precache.agents.workflow import Workflow
+
+DEMO_ROLES = ("plan", "action", "reflect")
+NO_KEY = "none"  # the client package wants one, whether the endpoint does or not
+
+_IN_PROCESS = ("schedule", "dtype", "device", "cache_memory")
+_AT_ENDPOINTS = ("api_key", "model_names")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse options of the other kind of player: none is accepted and then ignored."""
+    if args.base_url and args.adapters:
+        raise ConfigError("--adapter", args.adapters[0][0], "none with --base-url")
+    others = _IN_PROCESS if args.base_url else _AT_ENDPOINTS
+    allowed = "none with --base-url" if args.base_url else "none without --base-url"
+    for name in others:
+        if value := getattr(args, name):
+            flag = "--" + name.removesuffix("s").replace("_", "-")
+            raise ConfigError(flag, "a key" if name == "api_key" else value, allowed)
+
+
+def policies(args: argparse.Namespace) -> list[str]:
+    """The policies to run, or the one name for an endpoint's. Raises ConfigError."""
+    if args.policy and args.policies:
+        raise ConfigError("--policies", args.policies, "either --policy or --policies")
+    text = args.policies or args.policy or ("endpoint" if args.base_url else "rebaseshared")
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if args.base_url:
+        if len(names) != 1:
+            raise ConfigError(
+                "--policies",
+                text,
+                "one name with --base-url: a server has one policy; "
+                "run once per server with the same --out",
+            )
+        return names
+    from precache.engine.policies import POLICIES
+
+    if not names or set(names) - set(POLICIES):
+        raise ConfigError("--policies", text, f"names among {sorted(POLICIES)}")
+    return names
+
+
+def clients(
+    args: argparse.Namespace, workflow: Workflow, names: Sequence[str], stack: ExitStack
+) -> Iterator[tuple[str, CompletionClient]]:
+    """Yield each policy with the client that plays under it, one after the other."""
+    from precache.agents import EngineClient, HttpClient
+
+    if args.base_url:
+        key = args.api_key or os.environ.get(API_KEY_VARIABLE) or NO_KEY
+        models = {role: str(name) for role, name in args.model_names}
+        yield (
+            names[0],
+            HttpClient(args.base_url, api_key=key, models=models, timeout_s=args.endpoint_timeout),
+        )
+        return
+    loaded = stack.enter_context(_engine(args, workflow, names[0], stack))
+    for policy in names:
+        engine = loaded if policy == names[0] else loaded.with_policy(policy, args.schedule)
+        yield policy, EngineClient(engine)
+        engine.reset()
+
+
+def _engine(args: argparse.Namespace, workflow: Workflow, policy: str, stack: ExitStack) -> Engine:
+    adapters = adapters_from_args(args)
+    if not adapters and args.model == "smollm2" and set(workflow.roles) == set(DEMO_ROLES):
+        print("no --adapter given: the demo's adapters (trained on ScienceQA) are used", flush=True)
+        folder = stack.enter_context(as_file(files("precache.demo") / "adapters"))
+        adapters = {role: folder / role for role in DEMO_ROLES}
+    if missing := [role for role in workflow.roles if role not in {*adapters, "base"}]:
+        raise ConfigError("--adapter", sorted(adapters), f"also one each for the roles {missing}")
+    quiet_in_pipes()
+    from precache import Engine
+
+    return Engine.load(args.model, adapters=adapters, **{**engine_settings(args), "policy": policy})
+
+
+def episodes(
+    args: argparse.Namespace,
+    workflow: Workflow,
+    policy: str,
+    client: CompletionClient,
+    items: Sequence[Any],
+    results: ResultsFile,
+) -> Iterator[EpisodeResult]:
+    """Play questions, or replay recorded episodes, and yield the results. Raises EndpointError."""
+    from precache.agents.runner import run_forced, run_natural
+    from precache.agents.web_search import WebSearch
+    from precache.cli.agents import inputs
+
+    if args.mode == "forced":
+        return run_forced(workflow, client, policy, items, results)
+    return run_natural(
+        workflow,
+        client,
+        policy,
+        items,
+        results,
+        inputs.options(args),
+        corpus=inputs.corpus(args, workflow),
+        search=WebSearch(args.search_url) if args.search_url else None,
+    )
