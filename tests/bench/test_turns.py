@@ -28,6 +28,7 @@ AGENTS = ("plan", "action", "reflect")
 SHORT = Trace(
     (Step("plan", 20, 6), Step("action", 3, 4), Step("plan", 5, 4), Step("reflect", 1, 3))
 )
+TOKENS = {"vocab_size": VOCAB_SIZE, "seed": 3}
 ROWS = tuple(
     RowKey(*row)
     for row in [
@@ -71,17 +72,15 @@ def engine_player(model: str, adapters: dict[str, Path], policy: str) -> EngineP
 
 
 def test_stock_says_what_nonshared_says(model: str, adapters: dict[str, Path]):
-    prompts = SHORT.fresh_prompts(VOCAB_SIZE, seed=3)
-    stock = play_trace(stock_player(model, adapters), SHORT, prompts)
-    ours = play_trace(engine_player(model, adapters, "nonshared"), SHORT, prompts)
-    shared = play_trace(engine_player(model, adapters, "fullshared"), SHORT, prompts)
+    stock = play_trace(stock_player(model, adapters), SHORT, **TOKENS)
+    ours = play_trace(engine_player(model, adapters, "nonshared"), SHORT, **TOKENS)
+    shared = play_trace(engine_player(model, adapters, "fullshared"), SHORT, **TOKENS)
     assert stock.outputs == ours.outputs != shared.outputs
     assert stock.work.prefilled == ours.work.prefilled > shared.work.prefilled
 
 
 def test_a_run_counts_what_it_ran(model: str, adapters: dict[str, Path]):
-    prompts = SHORT.fresh_prompts(VOCAB_SIZE, seed=3)
-    run = play_trace(engine_player(model, adapters, "rebaseshared"), SHORT, prompts)
+    run = play_trace(engine_player(model, adapters, "rebaseshared"), SHORT, **TOKENS)
     last_tokens = len(SHORT.steps) - 1  # a turn's last token is run by the next turn
     assert run.work.prefilled == SHORT.prompt_tokens + last_tokens
     assert run.work.neutral == SHORT.tokens - 1
@@ -90,16 +89,16 @@ def test_a_run_counts_what_it_ran(model: str, adapters: dict[str, Path]):
 
 
 def test_every_run_starts_from_an_empty_cache(model: str, adapters: dict[str, Path]):
-    prompts = SHORT.fresh_prompts(VOCAB_SIZE, seed=3)
     players: list[Player] = [
         stock_player(model, adapters),
         engine_player(model, adapters, "prelrshared"),
     ]
     for player in players:
-        first, second = (play_trace(player, SHORT, prompts) for _ in range(2))
+        first, second = (play_trace(player, SHORT, **TOKENS) for _ in range(2))
         assert first.work.prefilled == second.work.prefilled
         assert first.outputs == second.outputs
-        assert first.cache_bytes == second.cache_bytes > 0
+        assert first.cache_bytes == second.cache_bytes
+        assert first.cache_bytes.peak > 0
 
 
 def test_rows_hold_every_policy_with_its_counts(report: TurnsReport):
@@ -169,7 +168,7 @@ def test_json_is_the_last_line_and_says_how_it_was_made(
         "--dtype", "float32", "--seed", "7",
     )  # fmt: skip
     assert {"command", "commit", "machine", "versions", "settings", "guard", "rows"} <= set(found)
-    assert found["settings"]["agents"] == ["plan", "action", "action2", "reflect"]
+    assert found["settings"]["agents"] == [["plan", "action", "action2", "reflect"]]
     assert (found["settings"]["seed"], found["settings"]["dtype"]) == (7, "float32")
     names = [(row["chunk"], row["policy"], row["schedule"]) for row in found["rows"]]
     policies = [
@@ -199,12 +198,19 @@ def test_table_without_stock(model: str, capsys: pytest.CaptureFixture[str]):
         (["--chunk", "0"], "--chunk: got [0], allowed is lengths of at least 1 token"),
         (["--repeats", "0"], "--repeats: got 0, allowed is an integer of at least 1"),
         (["--rounds", "0"], "--rounds: got 0, allowed is an integer of at least 1"),
-        (["--agents", "0"], "--agents: got 0, allowed is an integer of at least 1"),
+        (["--agents", "3,0"], "--agents: got [3, 0], allowed is integers of at least 1"),
+        (["--agents", "x"], "--agents: got 'x', allowed is comma-separated integers"),
+        (["--length", "100"], "--length: got [100], allowed is 916 tokens or more for 3 agents"),
+        (["--shared", "1.5"], "--shared: got [1.5], allowed is shares between 0 and 1"),
+        (["--shared", "half"], "--shared: got 'half', allowed is comma-separated numbers"),
+        (["--targets", "kv"], "--targets: got 'kv', allowed is one of ['all', 'qkvo', 'qv']"),
+        (["--rank", "0"], "--rank: got 0, allowed is an integer of at least 1"),
+        (["--adapter", "a=/a", "--rank", "4"], "--rank: got 4, allowed is without --adapter only"),
         (["--think", "-1"], "--think: got -1.0, allowed is seconds, 0 or more"),
         (["--policies", ","], "--policies: got ',', allowed is comma-separated names"),
         (["--policies", "shared"], "unknown policy: got 'shared', allowed are"),
         (["--schedule", "later"], "unknown schedule: got 'later', allowed are"),
-        (["--adapter", "a=/a", "--agents", "3"], "--agents: got 3, allowed is 1"),
+        (["--adapter", "a=/a", "--agents", "3"], "--agents: got '3', allowed is 1"),
     ],
 )
 def test_bad_options_fail_before_anything_is_loaded(
@@ -212,6 +218,29 @@ def test_bad_options_fail_before_anything_is_loaded(
 ):
     assert main(["bench", "turns", "--model", "/nowhere", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_cases_are_agents_times_lengths_times_shares(
+    model: str, capsys: pytest.CaptureFixture[str]
+):
+    found = run_json(
+        capsys, "--model", model, "--length", "720", "--repeats", "1", "--rounds", "1", "--agents", "3,5",
+        "--shared", "1,0.25", "--decode", "4", "--policies", "nonshared,fullshared,prelrshared",
+        "--rank", "2", "--targets", "qkvo", "--dtype", "float32", "--no-stock",
+    )  # fmt: skip
+    assert (found["settings"]["targets"], found["settings"]["rank"]) == ("qkvo", 2)
+    rows = {(row["agents"], row["shared"], row["policy"]): row for row in found["rows"]}
+    assert len(rows) == len(found["rows"]) == 2 * 2 * 3
+    assert {row["trace_tokens"] for row in rows.values()} == {720}
+    for agents in (3, 5):
+        ran = {key[1:]: row["tokens_prefilled"] for key, row in rows.items() if key[0] == agents}
+        # A cache of one's own does not care what others see; a shared one reuses what is common.
+        assert ran[1.0, "nonshared"] == ran[0.25, "nonshared"] > ran[0.25, "fullshared"]
+        assert ran[0.25, "fullshared"] == ran[0.25, "prelrshared"] > 2 * ran[1.0, "fullshared"]
+    three, five = (rows[agents, 1.0, "prelrshared"] for agents in (3, 5))
+    assert five["base_bytes"] == three["base_bytes"] == rows[3, 1.0, "fullshared"]["base_bytes"]
+    assert 3 * five["strip_bytes"] == 5 * three["strip_bytes"] > 0
+    assert three["peak_cache_bytes"] == three["base_bytes"] + three["strip_bytes"]
 
 
 def test_config_refuses_what_cannot_be_measured():

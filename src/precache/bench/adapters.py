@@ -12,8 +12,11 @@ from safetensors.torch import save_file
 from precache.adapters.spec import ModelShape
 
 LORA_RANK = 8
-LORA_ALPHA = 16
-TARGETS = ("q_proj", "v_proj")
+TARGETS = {
+    "qv": ("q_proj", "v_proj"),
+    "qkvo": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
 B_STD = 0.02
 
 
@@ -26,36 +29,47 @@ def agent_names(count: int) -> list[str]:
 
 
 def write_random_adapters(
-    shape: ModelShape, names: Sequence[str], folder: Path, seed: int
+    shape: ModelShape,
+    names: Sequence[str],
+    folder: Path,
+    seed: int,
+    *,
+    rank: int = LORA_RANK,
+    targets: str = "qv",
 ) -> dict[str, Path]:
-    """Write one query and value LoRA per name (rank 8, non-zero A and B) and return the folders."""
+    """Write one LoRA per name with non-zero A and B and return the folders. ``targets`` is a key of TARGETS."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: _write(shape, folder / name, generator) for name in names}
+    return {name: _write(shape, folder / name, generator, rank, TARGETS[targets]) for name in names}
 
 
-def _write(shape: ModelShape, folder: Path, generator: torch.Generator) -> Path:
+def _write(
+    shape: ModelShape,
+    folder: Path,
+    generator: torch.Generator,
+    rank: int,
+    targets: Sequence[str],
+) -> Path:
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(shape.num_layers):
-        for target in TARGETS:
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+        for target in targets:
+            parent = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            prefix = f"base_model.model.model.layers.{layer}.{parent}.{target}"
             width, out = shape.in_features[target], shape.out_features[target]
-            a = torch.randn(LORA_RANK, width, generator=generator) / width**0.5
-            b = torch.randn(out, LORA_RANK, generator=generator) * B_STD
+            a = torch.randn(rank, width, generator=generator) / width**0.5
+            b = torch.randn(out, rank, generator=generator) * B_STD
             tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "target_modules": list(targets),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
-
-
-_CONFIG = {
-    "peft_type": "LORA",
-    "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": None,
-    "r": LORA_RANK,
-    "lora_alpha": LORA_ALPHA,
-    "lora_dropout": 0.0,
-    "target_modules": list(TARGETS),
-    "bias": "none",
-    "inference_mode": True,
-}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from precache import Engine
-from precache.bench.trace import Trace
+from precache.bench.trace import AgentViews, Trace
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,15 @@ class Work:
         )
 
 
+@dataclass(frozen=True)
+class CacheBytes:
+    """Bytes of cache: the most since ``reset``, and now held as k and v, and as strips."""
+
+    peak: int
+    base: int
+    strips: int
+
+
 class Clock(NamedTuple):
     """A moment, or a stretch of time: seconds on the wall, and of processors at work for this process."""
 
@@ -64,8 +73,8 @@ class Player(Protocol):
     def work(self) -> Work:
         """What the last turn had to run."""
 
-    def cache_bytes(self) -> int:
-        """Most bytes of cache that were held since ``reset``."""
+    def cache_bytes(self) -> CacheBytes:
+        """What is cached now."""
 
     def reset(self) -> None:
         """Drop everything cached."""
@@ -87,31 +96,31 @@ class Run:
     decode_cpu_s: float
     decoded: int
     work: Work
-    cache_bytes: int
+    cache_bytes: CacheBytes
     outputs: tuple[tuple[int, ...], ...]
 
 
 def play_trace(
-    player: Player, trace: Trace, fresh_prompts: Sequence[Sequence[int]], think_s: float = 0.0
+    player: Player, trace: Trace, *, vocab_size: int, seed: int, think_s: float = 0.0
 ) -> Run:
-    """Play a trace from an empty cache. ``think_s`` passes, untimed, between turns."""
+    """Play a trace of random tokens from an empty cache. ``think_s`` passes, untimed, between turns."""
     player.reset()
-    trajectory: list[int] = []
+    views = AgentViews(trace, vocab_size)
     none = Clock(0.0, 0.0)
     ttft = wall = decode = none
     decoded, work = 0, Work()
     outputs = []
-    for step, fresh in zip(trace.steps, fresh_prompts, strict=True):
-        trajectory += fresh
+    for step, fresh in zip(trace.steps, trace.fresh_prompts(vocab_size, seed), strict=True):
+        prompt = views.extend(step.agent, fresh)
         started = Clock.now()
-        tokens, arrivals = _arrivals(player.stream(step.agent, list(trajectory), step.output))
+        tokens, arrivals = _arrivals(player.stream(step.agent, prompt, step.output))
         wall = wall.plus(started, Clock.now())
         ttft = ttft.plus(started, arrivals[0])
         if len(arrivals) > 1:
             decode = decode.plus(arrivals[0], arrivals[-2])
             decoded += len(arrivals) - 2
         work += player.work()
-        trajectory += tokens
+        views.extend(step.agent, tokens)
         outputs.append(tuple(tokens))
         if think_s:
             time.sleep(think_s)
@@ -171,8 +180,13 @@ class EnginePlayer:
     def work(self) -> Work:
         return self._work
 
-    def cache_bytes(self) -> int:
-        return self.engine.stats().peak_bytes
+    def cache_bytes(self) -> CacheBytes:
+        sessions = self.engine.sessions()
+        return CacheBytes(
+            peak=self.engine.stats().peak_bytes,
+            base=sum(session.base_bytes for session in sessions),
+            strips=sum(strip.bytes for session in sessions for strip in session.strips),
+        )
 
     def reset(self) -> None:
         self.engine.reset()

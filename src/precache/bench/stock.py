@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from precache.bench.player import Work
+from precache.bench.player import CacheBytes, Work
 
 
 class StockPlayer:
@@ -68,13 +68,14 @@ class StockPlayer:
     def work(self) -> Work:
         return self._work
 
-    def cache_bytes(self) -> int:
+    def cache_bytes(self) -> CacheBytes:
         """Bytes of all agents' caches. They only grow, so this is the most that was held at the end of a step."""
         layers = [layer for cache in self._caches.values() for layer in cache.layers]
         tensors = [
             (getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers
         ]
-        return sum(tensor.nbytes for pair in tensors for tensor in pair if tensor is not None)
+        held = sum(tensor.nbytes for pair in tensors for tensor in pair if tensor is not None)
+        return CacheBytes(peak=held, base=held, strips=0)
 
     def reset(self) -> None:
         self._caches.clear()

@@ -38,6 +38,7 @@ class Row:
     ``tokens_per_s`` is the finished trajectory's tokens over ``wall_s``, ``decode_tokens_per_s`` counts decode steps
     only. ``ttft_cpu_s`` and ``decode_cpu_s`` are processor time of the same stretches. ``neutral_s`` is neutral passes
     after turns, ``neutral_wait_s`` those a turn waited for (part of its TTFT).
+    ``base_bytes`` and ``strip_bytes`` are what the cache holds at the end; the peak may include a private copy.
     Each ``_ratio`` compares with other rows of the same repeat: this row over that one.
     """
 
@@ -45,6 +46,7 @@ class Row:
     schedule: str | None
     chunk: int
     agents: int
+    shared: float
     trace_tokens: int
     repeats: int
     total_ttft_s: float
@@ -59,6 +61,8 @@ class Row:
     catch_up_tokens: int
     neutral_tokens: int
     peak_cache_bytes: int
+    base_bytes: int
+    strip_bytes: int
     spread: Mapping[str, Spread]
     ttft_ratio: Mapping[str, Spread]
     throughput_ratio: Mapping[str, Spread]
@@ -68,16 +72,12 @@ class Row:
     same_tokens_as_nonshared: float | None
 
 
-def summarise(
-    chunk: int, agents: int, trace: Trace, runs: Mapping[RowKey, Sequence[Run]]
-) -> list[Row]:
+def summarise(chunk: int, trace: Trace, runs: Mapping[RowKey, Sequence[Run]]) -> list[Row]:
     """One row per key, in the order of ``runs``; every key has the same number of repeats."""
-    return [_row(key, chunk, agents, trace, runs) for key in runs]
+    return [_row(key, chunk, trace, runs) for key in runs]
 
 
-def _row(
-    key: RowKey, chunk: int, agents: int, trace: Trace, runs: Mapping[RowKey, Sequence[Run]]
-) -> Row:
+def _row(key: RowKey, chunk: int, trace: Trace, runs: Mapping[RowKey, Sequence[Run]]) -> Row:
     own = runs[key]
     figures: dict[str, Callable[[Run], float]] = {
         "total_ttft_s": lambda run: run.ttft_s,
@@ -100,7 +100,8 @@ def _row(
         policy=key.policy,
         schedule=key.schedule,
         chunk=chunk,
-        agents=agents,
+        agents=len(trace.agents),
+        shared=trace.shared,
         trace_tokens=trace.tokens,
         repeats=len(own),
         total_ttft_s=spread["total_ttft_s"].median,
@@ -114,7 +115,9 @@ def _row(
         tokens_prefilled=work.prefilled + work.catch_up,
         catch_up_tokens=work.catch_up,
         neutral_tokens=work.neutral,
-        peak_cache_bytes=max(run.cache_bytes for run in own),
+        peak_cache_bytes=max(run.cache_bytes.peak for run in own),
+        base_bytes=own[-1].cache_bytes.base,
+        strip_bytes=own[-1].cache_bytes.strips,
         spread=spread,
         ttft_ratio=ratios("total_ttft_s"),
         throughput_ratio=ratios("tokens_per_s"),

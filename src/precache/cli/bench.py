@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from precache.cli.options import adapter_pair, adapters_from_args, quiet_in_pipes
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
     from precache.bench.turns import TurnsConfig, TurnsReport
 
 _STOCK = "stock-peft"
+_TURNS_FIELDS = (
+    "model", "rounds", "decode", "rank", "targets", "repeats", "seed", "dtype", "device", "cache_memory", "think_s"
+)  # fmt: skip
 _DEFAULT_POLICIES = "nonshared,fullshared,baseshared,prelrshared,rebaseshared"
 
 _TURNS_EXAMPLE = """examples:
   precache bench turns
   precache bench turns --chunk 256,2048 --policies prelrshared,fullshared --json
   precache bench turns --policies rebaseshared --schedule lazy-prefill,idle-lazy-prefill --think 2
+  precache bench turns --model random-llama --length 66448 --agents 4,8 --repeats 1
+  precache bench turns --chunk 1024 --shared 1,0.6,0.2,0
 
 The trace is a planner, an actor and a reflector that take turns over one growing trajectory of random tokens; --chunk
 is the length of the long prompt of each of its four rounds. Its prompts and output lengths are the same for every row.
@@ -52,8 +58,23 @@ def _add_turns(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", help="hub id, local folder, or the alias smollm2 (default)")
-    add("--chunk", metavar="N,N", help="tokens of a long prompt (default: 256,512,1024,2048)")
+    add(
+        "--model",
+        help="hub id, local folder, the alias smollm2 (default), or random-llama: a small one for long traces",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--chunk", metavar="N,N", help="tokens of a long prompt (default: 256,512,1024,2048)"
+    )
+    length.add_argument(
+        "--length", metavar="N,N", help="tokens of the whole trace, whatever the number of agents"
+    )
+    add("--decode", type=int, metavar="N", help="tokens said after a long prompt (default: 32)")
+    add(
+        "--shared",
+        metavar="X,X",
+        help="share of the context, from its start, that all agents have in common (default: 1)",
+    )
     add("--policies", default=_DEFAULT_POLICIES, metavar="NAME,NAME", help="default: %(default)s")
     add(
         "--schedule",
@@ -62,7 +83,9 @@ def _add_turns(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="one row each for the policies that have schedules (default: %(default)s)",
     )
     add("--no-stock", action="store_true", help=f"leave the row {_STOCK} out")
-    add("--agents", type=int, help="number of agents (default: 3)")
+    add("--agents", metavar="N,N", help="number of agents (default: 3)")
+    add("--rank", type=int, help="of random adapters (default: 8)")
+    add("--targets", help="of random adapters: qv (default), qkvo or all")
     add(
         "--adapter",
         dest="adapters",
@@ -114,22 +137,20 @@ def _turns_config(args: argparse.Namespace) -> TurnsConfig:
     from precache.bench.turns import TurnsConfig
 
     adapters = adapters_from_args(args)
-    if adapters and args.agents not in (None, len(adapters)):
+    agents = None if args.agents is None else _integers("--agents", args.agents)
+    if adapters and agents not in (None, (len(adapters),)):
         raise ConfigError("--agents", args.agents, f"{len(adapters)}, the number of adapters given")
-    names = (
-        "model",
-        "agents",
-        "rounds",
-        "repeats",
-        "seed",
-        "dtype",
-        "device",
-        "cache_memory",
-        "think_s",
-    )
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.chunk is not None:
-        given["chunks"] = _integers("--chunk", args.chunk)
+    for name in ("rank", "targets"):
+        if adapters and getattr(args, name) is not None:
+            raise ConfigError(f"--{name}", getattr(args, name), "without --adapter only")
+    given = {name: getattr(args, name) for name in _TURNS_FIELDS if getattr(args, name) is not None}
+    if agents is not None:
+        given["agents"] = agents
+    for name, option in (("chunks", args.chunk), ("lengths", args.length)):
+        if option is not None:
+            given[name] = _integers(f"--{name[:-1]}", option)
+    if args.shared is not None:
+        given["shared"] = _numbers("--shared", args.shared)
     return TurnsConfig(adapters=adapters, rows=_rows(args), **given)
 
 
@@ -160,15 +181,25 @@ def _integers(option: str, text: str) -> tuple[int, ...]:
         raise ConfigError(option, text, "comma-separated integers, such as 256,2048") from None
 
 
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(option, text, "comma-separated numbers, such as 1,0.5") from None
+
+
 def _as_json(config: TurnsConfig, report: TurnsReport, facts: Mapping[str, Any]) -> dict[str, Any]:
     settings = {
         **facts["settings"],
         "model": config.model,
         "dtype": report.dtype,
         "device": report.device,
-        "agents": config.agent_names(),
+        "agents": config.crews(),
         "adapters": {name: str(path) for name, path in config.adapters.items()} or "random",
+        "rank": None if config.adapters else config.rank,
+        "targets": None if config.adapters else config.targets,
         "rounds": config.rounds,
+        "decode": config.decode,
         "repeats": config.repeats,
         "seed": config.seed,
         "cache_memory": config.cache_memory,
@@ -199,13 +230,12 @@ _LEGEND = (
 
 def _table(report: TurnsReport) -> str:
     lines = [f"{report.dtype} on {report.device}"]
-    for chunk in dict.fromkeys(row.chunk for row in report.rows):
-        rows = [row for row in report.rows if row.chunk == chunk]
-        lines += [
-            f"\nchunk {chunk}: {rows[0].trace_tokens} tokens, {rows[0].agents} agents",
-            _HEADER,
-        ]
-        lines += [_line(row) for row in rows]
+    cases = groupby(report.rows, key=lambda row: (row.agents, row.chunk, row.shared))
+    for (agents, chunk, shared), rows in cases:
+        first, *others = rows
+        common = "" if shared == 1 else f", {shared:.0%} of them common"
+        lines += [f"\nchunk {chunk}: {first.trace_tokens} tokens{common}, {agents} agents", _HEADER]
+        lines += [_line(row) for row in (first, *others)]
     lines += ["", *_LEGEND]
     return "\n".join(lines)
 
