@@ -34,9 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def agents(folder: Path, *options: str, out: str = "out.jsonl") -> int:
+    """Run the command on the tiny model, over the questions unless recorded episodes are given."""
     roles = [x for r in ("writer", "critic") for x in ("--adapter", f"{r}={folder / r}")]
+    data = [] if "--recorded" in options else ["--data", str(folder / "tasks.jsonl")]
     return main(
-        ["agents", str(folder / "pair.yaml"), "--data", str(folder / "tasks.jsonl"), *roles]
+        ["agents", str(folder / "pair.yaml"), *data, *roles]
         + ["--model", str(folder / "model"), "--dtype", "float32"]
         + ["--out", str(folder / out), "--json", *options]
     )
@@ -70,9 +72,21 @@ def test_policies_side_by_side_then_resumed_then_forced(
     ("options", "message"),
     [
         (["--policies", "sharing"], "--policies: got 'sharing'"),
-        (["--mode", "forced"], "--recorded: got None"),
+        (["--policies", "nonshared", "--policy", "nonshared"], "either --policy or --policies"),
         (["--limit", "0"], "--limit: got 0"),
-        (["--base-url", "http://x/v1"], "--adapter: got 'writer', allowed is none"),
+        (["--repeats", "0"], "--repeats: got 0"),
+        (["--temperature", "-1"], "--temperature: got -1.0"),
+        (["--tool-timeout", "0"], "--tool-timeout: got 0.0"),
+        (["--recorded", "out.jsonl"], "--data: got None"),
+        (["--mode", "forced", "--temperature", "1"], "--temperature: got '1.0', allowed is none"),
+        (
+            ["--mode", "forced", "--data", ".", "--recorded", "x"],
+            "either --recorded or --data in forced mode",
+        ),
+        (["--mode", "forced", "--recorded", "nowhere"], "nowhere cannot be read"),
+        (["--base-url", "http://x/v1"], "--adapter: got 'writer, critic', allowed is none"),
+        (["--api-key", "secret"], "--api-key: got 'a key', allowed is none without --base-url"),
+        (["--model-name", "writer=w"], "--model-name: got 'writer', allowed is none"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(
@@ -81,3 +95,20 @@ def test_mistakes_are_told_before_anything_is_loaded(
     assert agents(folder, *options, out="never.jsonl") == 2
     assert message in capsys.readouterr().err
     assert not (folder / "never.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["--model", "--dtype", "--schedule"])
+def test_an_endpoint_takes_no_options_of_an_engine(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(folder / "tasks.jsonl")
+    assert main(["agents", "writer_critic", "--data", data, "--base-url", "u", name, "x"]) == 2
+    assert f"{name}: got 'x', allowed is none with --base-url" in capsys.readouterr().err
+
+
+def test_a_role_without_an_adapter_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(folder / "tasks.jsonl")
+    assert main(["agents", "writer_critic", "--data", data, "--model", "m"]) == 2
+    assert "also one each for the roles ['writer', 'critic']" in capsys.readouterr().err

@@ -90,7 +90,8 @@ def test_a_run_that_never_played_does_not_keep_its_file(tmp_path: Path) -> None:
 
 def test_scores_and_drops_are_paired_by_question(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    run(path, script([RIGHT, RIGHT, WRONG]))
+    (played, *_) = run(path, script([RIGHT, RIGHT, WRONG]))
+    first_text = str(played.episode["text"])
     run(path, script([RIGHT, WRONG, WRONG]), policy="fullshared")
     with ResultsFile(path, SETTINGS) as results:
         first, second = natural_rows(results.done.values())
@@ -101,6 +102,7 @@ def test_scores_and_drops_are_paired_by_question(tmp_path: Path) -> None:
     assert 0 <= second.drops["em"].low <= 1 / 3 <= second.drops["em"].high <= 1
     assert (first.steps, first.turns, first.ttft_s) == (2, 5, pytest.approx(0.1))
     assert first.outcomes == {"accepted": 3}
+    assert first.tokens == pytest.approx(len(first_text) / 4, rel=0.1)
     table = format_natural([first, second])
     assert "em %: mean ±std over repeats" in table
     assert "fullshared" in table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,9 @@ def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(WorkflowError, match="is not YAML"):
         load_workflow(tmp_path / "bad.yaml")
+
+
+def test_the_example_of_the_docs_is_the_one_that_ships() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
+    assert parse_workflow(yaml.safe_load(example)) == load_workflow("writer_critic")

@@ -18,8 +18,8 @@ ALL_LEVELS = "all"
 class NaturalRow:
     """One policy on one level in natural mode. `drops`: nonshared minus policy, paired by question.
 
-    Per-turn figures are means over turns; `cached_share` and `tokens_per_s` are None where the
-    endpoint reports no usage.
+    `steps`, `turns` and `tokens` (the trajectory's length) are means over episodes, the other costs over turns;
+    `tokens`, `tokens_per_s` and `cached_share` are None where the endpoint reports no usage.
     """
 
     policy: str
@@ -29,6 +29,7 @@ class NaturalRow:
     drops: Mapping[str, Estimate]
     steps: float
     turns: float
+    tokens: float | None
     ttft_s: float
     tokens_per_s: float | None
     cached_share: float | None
@@ -100,6 +101,7 @@ def _natural_row(key: tuple[str, str], group: _Group, reference: _Group | None) 
         drops=_drops(group, reference, scores, key[0]),
         steps=_mean([episode["steps"] for episode in episodes]),
         turns=_mean([len(episode["turns"]) for episode in episodes]),
+        tokens=_length(episodes),
         ttft_s=_mean([turn["timings"]["ttft_s"] for turn in turns]),
         tokens_per_s=_tokens_per_s(turns),
         cached_share=_ratio(usages, "cached_tokens", "prompt_tokens"),
@@ -171,6 +173,14 @@ def _estimate_values(values: Mapping[EpisodeKey, float]) -> Estimate:
         table[key.level, key.question_id].append(value)
     repeats = min(len(row) for row in table.values())
     return estimate([row[:repeats] for row in table.values()])
+
+
+def _length(episodes: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean tokens of the trajectories, as the last turn of each counted them."""
+    last = [episode["turns"][-1]["usage"] for episode in episodes if episode["turns"]]
+    counted = [usage for usage in last if usage is not None]
+    totals = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in counted]
+    return _mean(totals) if totals else None
 
 
 def _tokens_per_s(turns: Sequence[Mapping[str, Any]]) -> float | None:

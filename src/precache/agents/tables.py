@@ -64,14 +64,17 @@ def _drop_cell(row: NaturalRow | None, name: str) -> str:
 
 def _cost_table(rows: Sequence[NaturalRow]) -> str:
     lines = [
-        f"{'policy':<14}{'level':<10}{'episodes':>9}{'steps':>7}{'turns':>7}{'TTFT s/turn':>13}"
+        f"{'policy':<14}{'level':<10}{'episodes':>9}{'steps':>7}{'turns':>7}{'tokens':>8}"
+        f"{'TTFT s/turn':>13}"
         f"{'tok/s':>8}{'cached %':>10}"
     ]
     for row in rows:
         speed = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.1f}"
+        tokens = "-" if row.tokens is None else f"{row.tokens:.0f}"
         cached = "-" if row.cached_share is None else f"{100 * row.cached_share:.1f}"
         lines.append(
             f"{row.policy:<14}{row.level:<10}{row.episodes:>9}{row.steps:>7.1f}{row.turns:>7.1f}"
+            f"{tokens:>8}"
             f"{row.ttft_s:>13.3f}{speed:>8}{cached:>10}"
         )
     return "\n".join(lines)

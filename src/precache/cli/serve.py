@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "serve", f"no {', '.join(missing)}", "with the extra: pip install 'precache[server]'"
         )
+    quiet_in_pipes()  # first: the server's modules import transformers
     from precache.server import build_app, run_app
 
     settings = settings_from_args(args)
@@ -129,7 +130,6 @@ def _base_name(model: str) -> str:
 
 def _load(args: argparse.Namespace) -> Engine:
     adapters = adapters_from_args(args)
-    quiet_in_pipes()
     from precache import Engine
 
     settings = engine_settings(args)

@@ -47,8 +47,8 @@ class Question:
         """The choices on one line, lettered; None for a free answer."""
         if not self.choices:
             return None
-        letters = (chr(ord("A") + index) for index in range(len(self.choices)))
-        return " ".join(f"({x}) {choice}" for x, choice in zip(letters, self.choices, strict=True))
+        pairs = zip(letters_of(self.choices), self.choices, strict=True)
+        return " ".join(f"({letter}) {choice}" for letter, choice in pairs)
 
 
 ReadRow = Callable[[str, dict[str, Any]], Question]
@@ -89,7 +89,7 @@ class QuestionFiles:
                 f"data: neither {data_dir / self.folder / path.name} nor {data_dir / path.name} "
                 f"exists; expected the questions of level {level}"
             )
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in _lines(path):
             try:
                 yield self.read_row(level, json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -100,31 +100,59 @@ class QuestionFiles:
 
 
 def load_plain_questions(path: Path) -> list[Question]:
-    """Read a user's own questions: `{"id": ..., "question": ...}` a line, `answer` and `choices` (letters) optional.
+    """Read a user's own questions: `{"id": ..., "question": ...}` a line; `answer` and `choices` where they are known.
 
-    Raises TaskDataError naming the file and the line.
+    With choices the answer is a letter. Raises TaskDataError naming the file and the line.
     """
     if not path.is_file():
-        raise TaskDataError(f"data: {path} does not exist; expected a JSONL file of questions")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [_plain_question(path, number, line) for number, line in enumerate(lines, start=1)]
+        raise TaskDataError(f"data: {path} is no file; expected a JSONL file of questions")
+    questions: dict[str, Question] = {}
+    for number, line in _lines(path):
+        question = _plain_question(path, number, line)
+        if question.question_id in questions:
+            raise TaskDataError(
+                f"data: {path}, line {number}: the id {question.question_id!r} is there already"
+            )
+        questions[question.question_id] = question
+    if not questions:
+        raise TaskDataError(f"data: {path} holds no question")
+    return list(questions.values())
 
 
 def _plain_question(path: Path, number: int, line: str) -> Question:
     try:
         row = json.loads(line)
-        return Question(
+        choices = tuple(one_line(choice) for choice in row.get("choices", ()))
+        question = Question(
             question_id=str(row["id"]),
             level="all",
             text=one_line(row["question"]),
-            answer=row.get("answer", ""),
-            choices=tuple(row.get("choices", ())),
+            answer=one_line(row.get("answer", "")),
+            choices=choices,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TaskDataError(
-            f"data: {path}, line {number}: expected an object with id and question, "
-            f"got {line[:60]!r}"
+            f"data: {path}, line {number}: expected an object with id and question (text), and "
+            f"answer (text) and choices (a list) where they are known; got {line[:60]!r}"
         ) from error
+    if question.answer and choices and question.answer not in letters_of(choices):
+        raise TaskDataError(
+            f"data: {path}, line {number}: answer: got {question.answer!r}, expected one of "
+            f"{letters_of(choices)}, the letter of a choice"
+        )
+    return question
+
+
+def letters_of(choices: Sequence[str]) -> list[str]:
+    """Return A, B, ... for as many choices as there are."""
+    return [chr(ord("A") + index) for index in range(len(choices))]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines that hold something. Other line separators may be part of a text."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            yield number, line
 
 
 def one_line(text: str) -> str:

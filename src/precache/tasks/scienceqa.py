@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from precache.tasks.questions import Question, QuestionFiles, one_line
+from precache.tasks.questions import Question, QuestionFiles, letters_of, one_line
 from precache.tasks.task import Task
 
 SCIENCEQA = Task(
@@ -26,7 +26,7 @@ def read_question(level: str, row: dict[str, Any]) -> Question:
     """Return the question of one row. Raises ValueError if the answer is none of the choices."""
     choices = tuple(one_line(choice) for choice in row["choices"])
     answer = row["answer"]
-    if len(answer) != 1 or not 0 <= ord(answer) - ord("A") < len(choices):
+    if answer not in letters_of(choices):
         raise ValueError(f"answer is {answer!r}, expected a letter of the {len(choices)} choices")
     return Question(
         question_id=row["id"],

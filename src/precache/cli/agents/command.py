@@ -7,9 +7,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from precache.cli.agents.players import API_KEY_VARIABLE
 from precache.cli.options import adapter_pair, add_engine_options
-
-API_KEY_VARIABLE = "OPENAI_API_KEY"
 
 _EXAMPLE = """examples:
   precache agents hotpotqa --data ../shared/data --levels easy,hard --policies nonshared,rebaseshared --limit 20 \\
@@ -32,8 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_task_options(parser)
     _add_run_options(parser)
-    _add_endpoint_options(parser)
-    add_engine_options(parser, model=False)
+    _add_player_options(parser)
     parser.set_defaults(func=run)
 
 
@@ -45,31 +43,34 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--data",
         type=Path,
-        required=True,
-        help="folder of the task files, or a JSONL file of your questions",
+        help="folder of hotpotqa/ and scienceqa/ (or one of them), or a JSONL file of your questions",
     )
     add("--levels", help="comma-separated (default: all of the task)")
     add("--limit", type=int, metavar="N", help="questions, or recorded episodes, a level, at most")
     add("--corpus", type=Path, help="folder of HotpotQA files to search (default: --data)")
     add("--search-url", metavar="URL", help="let Search ask this SearXNG instead of the corpus")
-    add("--tool-timeout", type=float, default=30.0, metavar="S", help="(default %(default)s)")
+    add("--tool-timeout", type=float, metavar="S", help="seconds (default 30)")
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--policies", help="comma-separated; several are compared side by side (in process)")
-    add("--mode", choices=("natural", "forced"), default="natural", help="(default %(default)s)")
-    add("--recorded", type=Path, help="forced: an --out file, or a folder of recorded episodes")
-    add("--repeats", type=int, default=1, metavar="R", help="times each question is played (1)")
-    add("--seed", type=int, default=0, metavar="S", help="(default %(default)s)")
-    add("--temperature", type=float, help="(default 0, or 0.2 where --repeats is above 1)")
+    add("--mode", choices=("natural", "forced"), default="natural", help="(default natural)")
+    add(
+        "--recorded",
+        type=Path,
+        help="forced: an --out file, or a folder with TASK_episodes.jsonl (default: "
+        "role_trajectories in --data), of which the held-out episodes are taken",
+    )
+    add("--repeats", type=int, metavar="R", help="times each question is played (default 1)")
+    add("--seed", type=int, metavar="S", help="of what is sampled (default 0)")
+    add("--temperature", type=float, metavar="T", help="(default 0, or 0.2 for several --repeats)")
     add("--out", type=Path, help="results, a JSON line per episode; a killed run goes on from it")
     add("--json", action="store_true", help="one JSON object as the last line")
-    add("--model", default="smollm2", help="hub id, folder or alias (default %(default)s)")
 
 
-def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("endpoint, instead of a model in this process").add_argument
+def _add_player_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("an endpoint, instead of a model in this process").add_argument
     add("--base-url", metavar="URL", help="OpenAI-compatible, such as http://localhost:8000/v1")
     add("--api-key", metavar="KEY", help=f"(default: ${API_KEY_VARIABLE}, or none)")
     add(
@@ -81,7 +82,10 @@ def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         metavar="ROLE=NAME",
         help="what the endpoint calls a role's model; repeatable",
     )
-    add("--endpoint-timeout", type=float, default=600.0, metavar="S", help="longest silence (600)")
+    add("--endpoint-timeout", type=float, metavar="S", help="longest silence (default 600)")
+    add = parser.add_argument_group("a model in this process").add_argument
+    add("--model", help="hub id, folder or alias (default smollm2)")
+    add_engine_options(parser, model=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
     from precache.cli.agents import inputs, output, players
 
     workflow = load_workflow(args.task)
-    policies = players.policies(args)
     inputs.check(args)
     players.check(args)
+    policies = players.policies(args)
     items = inputs.recorded(args) if args.mode == "forced" else inputs.questions(args)
     with ExitStack() as stack:
         out = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
@@ -102,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             for policy, client in players.clients(args, workflow, policies, stack):
                 played = players.episodes(args, workflow, policy, client, items, results)
-                output.show(played, f"{args.task} {policy}", len(items) * args.repeats)
+                output.show(played, f"{args.task} {policy}", len(items) * (args.repeats or 1))
         except EndpointError as error:
             if args.out is None:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precache.errors import ConfigError
@@ -14,21 +15,47 @@ if TYPE_CHECKING:
     from precache.agents.workflow import Workflow
     from precache.tasks import Question
 
+DEFAULT_MODEL = "smollm2"
+RECORDED_FOLDER = "role_trajectories"  # in --data
 SAMPLED_TEMPERATURE = 0.2  # where repeats have to differ and no temperature was asked for
 
 
+_AT_LEAST: dict[str, tuple[float, str]] = {
+    "limit": (1, "an integer from 1"),
+    "repeats": (1, "an integer from 1"),
+    "tool_timeout": (0.001, "seconds above 0"),
+    "temperature": (0, "a number from 0"),
+}
+_NATURAL_ONLY = ("repeats", "seed", "temperature", "corpus", "search_url", "tool_timeout")
+
+
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for options that do not go together."""
-    for name in ("limit", "repeats"):
+    """Raise ConfigError for values out of range and for options that do not go together."""
+    for name, (least, allowed) in _AT_LEAST.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name}", value, "an integer from 1")
-    if args.mode == "forced" and args.repeats != 1:
-        raise ConfigError("--repeats", args.repeats, "1 in forced mode: the text is given")
-    if args.mode == "forced" and args.recorded is None:
-        raise ConfigError("--recorded", None, "a file or folder of episodes in forced mode")
-    if args.mode == "natural" and args.recorded is not None:
-        raise ConfigError("--recorded", str(args.recorded), "given in forced mode only")
+        if value is not None and value < least:
+            raise ConfigError(flag(name), value, allowed)
+    if args.mode == "forced":
+        _check_forced(args)
+    elif args.data is None:
+        raise ConfigError("--data", None, "the folder of the task's files, or a file of questions")
+    elif args.recorded is not None:
+        raise ConfigError("--recorded", str(args.recorded), "given with --mode forced only")
+
+
+def _check_forced(args: argparse.Namespace) -> None:
+    for name in _NATURAL_ONLY:
+        value = getattr(args, name)
+        if value is not None:
+            raise ConfigError(flag(name), str(value), "none in forced mode: the text is given")
+    if (args.recorded is None) == (args.data is None):
+        got = None if args.recorded is None else f"{args.recorded} and --data {args.data}"
+        raise ConfigError("--recorded", got, "either --recorded or --data in forced mode")
+
+
+def flag(name: str) -> str:
+    """Return the option of an attribute."""
+    return "--" + name.replace("_", "-")
 
 
 def questions(args: argparse.Namespace) -> list[Question]:
@@ -47,12 +74,21 @@ def recorded(args: argparse.Namespace) -> list[Recorded]:
     """The episodes that forced mode says again. Raises ConfigError if there is none."""
     from precache.agents.recorded import read_recorded
 
-    found = read_recorded(args.recorded, args.task)
+    path = recorded_path(args)
+    found = read_recorded(path, args.task)
     levels = _levels(args) or list(dict.fromkeys(item.level for item in found))
     chosen = [r for x in levels for r in [i for i in found if i.level == x][: args.limit]]
     if not chosen:
-        raise ConfigError("--recorded", str(args.recorded), "episodes of the levels asked for")
+        raise ConfigError("--recorded", str(path), "a place with episodes of the levels asked for")
     return chosen
+
+
+def recorded_path(args: argparse.Namespace) -> Path:
+    """Where the recorded episodes are: as given, or what comes with the task's files."""
+    if args.recorded is not None:
+        return Path(args.recorded)
+    nested = Path(args.data) / RECORDED_FOLDER
+    return nested if nested.is_dir() else Path(args.data)
 
 
 def _levels(args: argparse.Namespace) -> list[str]:
@@ -74,25 +110,31 @@ def corpus(args: argparse.Namespace, workflow: Workflow) -> Corpus | None:
 
 
 def options(args: argparse.Namespace) -> RunOptions:
-    """What all episodes have in common."""
+    """What all episodes have in common; what was not given keeps the run's own default."""
     from precache.agents.runner import RunOptions
 
-    temperature = args.temperature
-    if temperature is None:
-        temperature = SAMPLED_TEMPERATURE if args.repeats > 1 else 0.0
-    return RunOptions(args.repeats, args.seed, temperature, args.tool_timeout)
+    given = {
+        "repeats": args.repeats,
+        "seed": args.seed,
+        "temperature": args.temperature,
+        "tool_timeout_s": args.tool_timeout,
+    }
+    if args.temperature is None and (args.repeats or 1) > 1:
+        given["temperature"] = SAMPLED_TEMPERATURE
+    return RunOptions(**{name: value for name, value in given.items() if value is not None})
 
 
 def settings(args: argparse.Namespace, workflow: Workflow) -> dict[str, Any]:
     """Return what must be equal for two runs to share a results file; the policy need not."""
-    digest = hashlib.sha256(repr(workflow).encode()).hexdigest()[:16]
+    run = options(args)
     return {
         "task": args.task,
-        "workflow": digest,
-        "model": None if args.base_url else args.model,
+        "workflow": hashlib.sha256(repr(workflow).encode()).hexdigest()[:16],
+        "model": None if args.base_url else args.model or DEFAULT_MODEL,
         "adapters": {name: str(path) for name, path in args.adapters},
-        "recorded": None if args.recorded is None else str(args.recorded),
-        "seed": args.seed,
-        "temperature": options(args).temperature,
+        "recorded": str(recorded_path(args)) if args.mode == "forced" else None,
+        "seed": run.seed,
+        "temperature": run.temperature,
+        "corpus": None if args.corpus is None else str(args.corpus),
         "search_url": args.search_url,
     }

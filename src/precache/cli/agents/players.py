@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
 
-from precache.cli.agents.command import API_KEY_VARIABLE
+from precache.cli.agents.inputs import DEFAULT_MODEL, flag
 from precache.cli.options import adapters_from_args, engine_settings, quiet_in_pipes
 from precache.errors import ConfigError
 
@@ -20,22 +20,28 @@ if TYPE_CHECKING:
     from precache.agents.workflow import Workflow
 
 DEMO_ROLES = ("plan", "action", "reflect")
+API_KEY_VARIABLE = "OPENAI_API_KEY"
 NO_KEY = "none"  # the client package wants one, whether the endpoint does or not
 
-_IN_PROCESS = ("schedule", "dtype", "device", "cache_memory")
-_AT_ENDPOINTS = ("api_key", "model_names")
+_IN_PROCESS = ("adapters", "model", "schedule", "dtype", "device", "cache_memory")
+_AT_ENDPOINTS = ("api_key", "model_names", "endpoint_timeout")
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse options of the other kind of player: none is accepted and then ignored."""
-    if args.base_url and args.adapters:
-        raise ConfigError("--adapter", args.adapters[0][0], "none with --base-url")
     others = _IN_PROCESS if args.base_url else _AT_ENDPOINTS
-    allowed = "none with --base-url" if args.base_url else "none without --base-url"
     for name in others:
         if value := getattr(args, name):
-            flag = "--" + name.removesuffix("s").replace("_", "-")
-            raise ConfigError(flag, "a key" if name == "api_key" else value, allowed)
+            where = "with" if args.base_url else "without"
+            raise ConfigError(
+                flag(name.removesuffix("s")), _shown(name, value), f"none {where} --base-url"
+            )
+
+
+def _shown(option: str, value: Any) -> str:
+    if option == "api_key":
+        return "a key"
+    return ", ".join(name for name, _ in value) if isinstance(value, list) else str(value)
 
 
 def policies(args: argparse.Namespace) -> list[str]:
@@ -69,10 +75,8 @@ def clients(
     if args.base_url:
         key = args.api_key or os.environ.get(API_KEY_VARIABLE) or NO_KEY
         models = {role: str(name) for role, name in args.model_names}
-        yield (
-            names[0],
-            HttpClient(args.base_url, api_key=key, models=models, timeout_s=args.endpoint_timeout),
-        )
+        timeout = {} if args.endpoint_timeout is None else {"timeout_s": args.endpoint_timeout}
+        yield names[0], HttpClient(args.base_url, api_key=key, models=models, **timeout)
         return
     loaded = stack.enter_context(_engine(args, workflow, names[0], stack))
     for policy in names:
@@ -82,8 +86,8 @@ def clients(
 
 
 def _engine(args: argparse.Namespace, workflow: Workflow, policy: str, stack: ExitStack) -> Engine:
-    adapters = adapters_from_args(args)
-    if not adapters and args.model == "smollm2" and set(workflow.roles) == set(DEMO_ROLES):
+    adapters, model = adapters_from_args(args), args.model or DEFAULT_MODEL
+    if not adapters and model == DEFAULT_MODEL and set(workflow.roles) == set(DEMO_ROLES):
         print("no --adapter given: the demo's adapters (trained on ScienceQA) are used", flush=True)
         folder = stack.enter_context(as_file(files("precache.demo") / "adapters"))
         adapters = {role: folder / role for role in DEMO_ROLES}
