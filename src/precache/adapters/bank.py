@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -176,13 +176,13 @@ class AdapterBank:
             self._publish({key: kept for key, kept in self._adapters.items() if key != name})
         return removed
 
-    def take(self, loaded: AdapterBank, admit: Admit | None = None) -> None:
-        """Register what another bank of the same model has loaded, in place of all that is here.
+    def take(self, loaded: Iterable[Adapter], admit: Admit | None = None) -> None:
+        """Register adapters that were made for this model, another bank's or planned ones, in place of all here.
 
         Raises what `admit` raises; nothing changes then.
         """
         with self._lock:
-            self._publish(dict(loaded._adapters), admit)
+            self._publish({adapter.name: adapter for adapter in loaded}, admit)
 
     def stacked_a(
         self, layer: int, target: str, adapters: tuple[Adapter, ...]

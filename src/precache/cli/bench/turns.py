@@ -1,4 +1,4 @@
-"""`precache bench`: measure this machine. Owns the options and the table; the measuring is in precache.bench."""
+"""`precache bench turns`: its options and its table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from precache.cli.bench.values import integers, names, numbers
 from precache.cli.options import adapter_pair, adapters_from_args, quiet_in_pipes
 from precache.errors import ConfigError
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from precache.bench.turns import TurnsConfig, TurnsReport
 
 _STOCK = "stock-peft"
-_TURNS_FIELDS = (
+_FIELDS = (
     "model", "rounds", "decode", "rank", "targets", "repeats", "seed", "dtype", "device", "cache_memory", "think_s"
 )  # fmt: skip
 _DEFAULT_POLICIES = "nonshared,fullshared,baseshared,prelrshared,rebaseshared"
 
-_TURNS_EXAMPLE = """examples:
+_EXAMPLE = """examples:
   precache bench turns
   precache bench turns --chunk 256,2048 --policies prelrshared,fullshared --json
   precache bench turns --policies rebaseshared --schedule lazy-prefill,idle-lazy-prefill --think 2
@@ -35,26 +36,13 @@ is the length of the long prompt of each of its four rounds. Its prompts and out
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `bench`."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="time to first token, throughput and memory of every policy on this machine",
-        description="Measure this machine.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    benches = parser.add_subparsers(
-        title="benchmarks", dest="bench", metavar="BENCHMARK", required=True
-    )
-    _add_turns(benches)
-
-
-def _add_turns(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the benchmark `turns`."""
     parser = benches.add_parser(
         "turns",
         help="replay the controlled agent trace under every policy, and under stock transformers + PEFT",
         description="Replay the controlled agent trace under every policy, and under stock transformers + PEFT.",
-        epilog=_TURNS_EXAMPLE,
+        epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -113,10 +101,10 @@ def _add_turns(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="seconds between turns (default: 0)",
     )
     add("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.set_defaults(func=run_turns)
+    parser.set_defaults(func=run)
 
 
-def run_turns(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measure and print. Options are checked before the model is loaded."""
     quiet_in_pipes()
     config = _turns_config(args)
@@ -137,20 +125,20 @@ def _turns_config(args: argparse.Namespace) -> TurnsConfig:
     from precache.bench.turns import TurnsConfig
 
     adapters = adapters_from_args(args)
-    agents = None if args.agents is None else _integers("--agents", args.agents)
+    agents = None if args.agents is None else integers("--agents", args.agents)
     if adapters and agents not in (None, (len(adapters),)):
         raise ConfigError("--agents", args.agents, f"{len(adapters)}, the number of adapters given")
     for name in ("rank", "targets"):
         if adapters and getattr(args, name) is not None:
             raise ConfigError(f"--{name}", getattr(args, name), "without --adapter only")
-    given = {name: getattr(args, name) for name in _TURNS_FIELDS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     if agents is not None:
         given["agents"] = agents
     for name, option in (("chunks", args.chunk), ("lengths", args.length)):
         if option is not None:
-            given[name] = _integers(f"--{name[:-1]}", option)
+            given[name] = integers(f"--{name[:-1]}", option)
     if args.shared is not None:
-        given["shared"] = _numbers("--shared", args.shared)
+        given["shared"] = numbers("--shared", args.shared)
     return TurnsConfig(adapters=adapters, rows=_rows(args), **given)
 
 
@@ -160,32 +148,11 @@ def _rows(args: argparse.Namespace) -> tuple[RowKey, ...]:
     from precache.engine.policies import POLICIES
 
     rows = [] if args.no_stock else [RowKey(_STOCK)]
-    schedules = _names("--schedule", args.schedule)
-    for policy in _names("--policies", args.policies):
+    schedules = names("--schedule", args.schedule)
+    for policy in names("--policies", args.policies):
         known = POLICIES[policy].schedules if policy in POLICIES else ()
         rows += [RowKey(policy, schedule) for schedule in (schedules if known else (None,))]
     return tuple(dict.fromkeys(rows))
-
-
-def _names(option: str, text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise ConfigError(option, text, "comma-separated names")
-    return names
-
-
-def _integers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(option, text, "comma-separated integers, such as 256,2048") from None
-
-
-def _numbers(option: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(option, text, "comma-separated numbers, such as 1,0.5") from None
 
 
 def _as_json(config: TurnsConfig, report: TurnsReport, facts: Mapping[str, Any]) -> dict[str, Any]:

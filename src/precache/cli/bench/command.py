@@ -1,0 +1,22 @@
+"""The list of benchmarks. Each one's measuring is in precache.bench."""
+
+from __future__ import annotations
+
+import argparse
+
+from precache.cli.bench import memory, turns
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `bench`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="time to first token, throughput and memory of every policy on this machine",
+        description="Measure this machine, or count what a model's cache takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    benches = parser.add_subparsers(
+        title="benchmarks", dest="bench", metavar="BENCHMARK", required=True
+    )
+    for bench in (turns, memory):
+        bench.add_parser(benches)
