@@ -53,8 +53,9 @@ RULES = {
     ),
     "fidelity": Rule(
         "public fidelity tasks agents.recorded engine adapters cache config request errors",
-        "torch numpy matplotlib",
+        "torch numpy jinja2",
     ),
+    "fidelity.plots": Rule("fidelity", "matplotlib"),
     "agents": Rule("agents tasks request chat errors", "openai yaml numpy"),
     "demo": Rule("public demo agents tasks request errors", "tqdm"),
     "server": Rule(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -80,6 +82,45 @@ def test_the_first_trajectories_under_chosen_policies(
     assert found["refused"] == {}
 
 
+def test_a_report_with_layers_needs_nothing_else(
+    setup: Setup, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "report.html"
+    policies = ["--policies", "prelrshared,rebaseshared"]
+    assert compare(setup, runs, *policies, "--layers", "--html", str(report), "--json") == 0
+    captured = capsys.readouterr().out
+    found = json.loads(captured.splitlines()[-1])
+    assert {row["layer"] for row in found["layers"]["rows"]} == {0, 1, 2, 3}
+    assert len(found["layers"]["pairs"]) == 6
+    assert set(found["layers"]["pairs"][0]["k_ratio"]) == {"value", "low", "high"}
+    assert [item["reader"] for item in found["layers"]["predictions"]] == list(AGENTS)
+
+    page = ElementTree.fromstring(_as_xml(report.read_text()))
+    tags = [element.tag.rpartition("}")[2] for element in page.iter()]
+    assert tags.count("svg") == 4 + 1 + 2 * 6  # KL by role, cost, and two a pair
+    assert not {"script", "link", "img", "iframe"} & set(tags)
+    links = [
+        value
+        for element in page.iter()
+        for name, value in element.attrib.items()
+        if name.endswith(("href", "src"))
+    ]
+    assert all(value.startswith("#") for value in links)
+    text = "".join(page.itertext())
+    assert all(
+        " ".join(item["sentence"].split()) in " ".join(text.split())
+        for item in found["recommendations"]
+    )
+    row = next(r for r in found["rows"] if (r["policy"], r["role"]) == ("rebaseshared", "action"))
+    assert f"{row['kl']:.4f} [{row['kl_low']:.4f}, {row['kl_high']:.4f}]" in text
+
+
+def _as_xml(page: str) -> str:
+    """The page with its empty elements closed, so that an XML parser can read it."""
+    return re.sub(r"<(meta [^>]*)>", r"<\1/>", page.replace("<!doctype html>", ""))
+
+
 def test_a_split_by_question(
     setup: Setup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +143,7 @@ def test_a_split_by_question(
         (["--policies", "sharing"], "--policies: got 'sharing'"),
         (["--policies", "baselrshared"], "policy 'baselrshared' is not allowed"),
         (["--limit", "0"], "--limit: got 0"),
+        (["--html", "/no/such/folder/report.html"], "--html: got"),
         (["--adapter", "plan=x"], "--adapter: got 'plan'"),
     ],
 )

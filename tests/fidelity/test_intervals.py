@@ -60,7 +60,8 @@ def test_trajectories_without_the_role_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "clear"), [(0.1, 0.3, True), (-0.3, -0.1, True), (-0.1, 0.2, False)]
+    ("low", "high", "clear"),
+    [(0.1, 0.3, True), (-0.3, -0.1, True), (-0.1, 0.2, False), (1e-9, 2e-9, False)],
 )
 def test_clear_of_zero(low: float, high: float, clear: bool) -> None:
     assert Interval(0.0, low, high).excludes_zero() is clear

@@ -64,14 +64,6 @@ def test_a_token_over_a_border_belongs_to_the_later_segment() -> None:
     assert recording.turns == (RecordedTurn("plan", 1, 2),)
 
 
-def test_writers_are_those_who_run_a_token_first() -> None:
-    turns = (RecordedTurn("plan", 3, 5), RecordedTurn("act", 5, 6), RecordedTurn("plan", 7, 9))
-    recording = Recording("q", tuple(range(12)), turns)
-    # the last token said is run by whoever comes next
-    assert recording.writers() == ["plan"] * 4 + ["act"] + ["plan"] * 3
-    assert recording.num_run == len(recording.writers()) == 8
-
-
 @pytest.mark.parametrize(
     "turns", [[("a", 0, 2)], [("a", 2, 2)], [("a", 2, 9)], [("a", 4, 6), ("b", 5, 7)], []]
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precache.cli.options import (
     adapter_pair,
@@ -24,6 +26,7 @@ from precache.tasks import TASKS, split_of
 if TYPE_CHECKING:
     from precache import Engine
     from precache.fidelity.advice import Advice
+    from precache.fidelity.layers import LayerPicture
     from precache.fidelity.recordings import Recording
     from precache.fidelity.summary import CostRow, FidelityRow, Summary
 
@@ -66,6 +69,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--split", choices=SPLITS, default="all", help="by question, as in training (%(default)s)")
     add("--limit", type=int, metavar="N", help="the first N trajectories only")
     add("--policies", metavar="NAME,NAME", help="default: all that these adapters allow")
+    add(
+        "--layers", action="store_true", help="also the errors of every layer, by writer and reader"
+    )
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a report with figures; one file, no network",
+    )
     add("--seed", type=int, default=0, help="of the bootstrap (default %(default)s)")
     add("--dtype", help="auto, float32, bfloat16 or float16")
     add("--device", help="auto, cpu or cuda")
@@ -78,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Replay, compare and print. Options are checked before the model is loaded."""
     if args.limit is not None and args.limit < 1:
         raise ConfigError("--limit", args.limit, "an integer from 1")
+    _check_report(args.html)
     policies = _asked_policies(args.policies)
     adapters = adapters_from_args(args)
     trajectories = _trajectories(args)
@@ -85,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     from precache import Engine
     from precache.bench.environment import environment
     from precache.fidelity.advice import advise
+    from precache.fidelity.layers import layer_picture
     from precache.fidelity.recordings import record
     from precache.fidelity.replay import compare
     from precache.fidelity.summary import Summary
@@ -101,12 +115,66 @@ def run(args: argparse.Namespace) -> int:
         policies = policies or [name for name in _known_policies() if name not in refused]
         recordings = [record(trajectory, engine.encode) for trajectory in trajectories]
         comparison = compare(engine, recordings, policies, progress=_progress)
-        summary = Summary(comparison, args.seed)
-        advice = advise(summary)
-    print(_text(summary, advice, refused))
+        picture = (
+            layer_picture(engine, recordings, partial(_progress, label="layers"), args.seed)
+            if args.layers
+            else None
+        )
+    summary = Summary(comparison, args.seed)
+    found = _Found(summary, advise(summary), picture, refused, _facts(args, recordings, facts))
+    print(_text(found))
+    if args.html is not None:
+        _write_report(args.html, found)
     if args.json:
-        print(json.dumps(_as_json(args, summary, advice, refused, facts)))
+        print(json.dumps(_as_json(found)))
     return 0
+
+
+class _Found(NamedTuple):
+    """Everything that is shown."""
+
+    summary: Summary
+    advice: Sequence[Advice]
+    picture: LayerPicture | None
+    refused: dict[str, str]
+    facts: dict[str, Any]
+
+
+def _facts(
+    args: argparse.Namespace, recordings: Sequence[Recording], facts: dict[str, Any]
+) -> dict[str, Any]:
+    settings = {
+        **facts["settings"],
+        "model": args.model,
+        "adapters": {name: str(path) for name, path in args.adapters} or "demo",
+        "trajectories": str(args.trajectories),
+        "task": args.task,
+        "split": args.split,
+        "num_trajectories": len(recordings),
+        "num_turns": sum(len(recording.turns) for recording in recordings),
+        "seed": args.seed,
+    }
+    return {**facts, "settings": settings}
+
+
+def _check_report(path: Path | None) -> None:
+    """Refuse a report that could not be written at the end of a long run."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--html", "matplotlib is not installed", 'pip install "precache[compare]"'
+        )
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise ConfigError("--html", str(path), "a file in a folder that exists")
+
+
+def _write_report(path: Path, found: _Found) -> None:
+    from precache.fidelity.report import Report
+
+    report = Report(found.summary, found.advice, found.facts, found.refused, found.picture)
+    path.write_text(report.html(), encoding="utf-8")
+    print(f"report: {path}")
 
 
 # -- what is compared ----------------------------------------------------------------------------
@@ -151,11 +219,11 @@ def _trajectories(args: argparse.Namespace) -> list[Any]:
     return found
 
 
-def _progress(recordings: Sequence[Recording]) -> Iterable[Recording]:
+def _progress(recordings: Sequence[Recording], label: str = "replay") -> Iterable[Recording]:
     from tqdm import tqdm
 
     bar: Iterable[Recording] = tqdm(
-        recordings, desc="replay", unit="trajectory", disable=not sys.stderr.isatty()
+        recordings, desc=label, unit="trajectory", disable=not sys.stderr.isatty()
     )
     return bar
 
@@ -163,7 +231,8 @@ def _progress(recordings: Sequence[Recording]) -> Iterable[Recording]:
 # -- what is shown -------------------------------------------------------------------------------
 
 
-def _text(summary: Summary, advice: Sequence[Advice], refused: dict[str, str]) -> str:
+def _text(found: _Found) -> str:
+    summary = found.summary
     recordings = summary.comparison.recordings
     lines = [
         f"{len(recordings)} trajectories, {sum(len(r.turns) for r in recordings)} turns. Brackets are 95 % bootstrap "
@@ -177,10 +246,33 @@ def _text(summary: Summary, advice: Sequence[Advice], refused: dict[str, str]) -
         f"{'/nonshared':>10}",
         *(_cost_line(row) for row in summary.costs()),
         "",
-        *(item.sentence for item in advice),
-        *(f"left out: {reason}" for reason in refused.values()),
+        *(_layer_lines(found.picture, summary) if found.picture else ()),
+        *(item.sentence for item in found.advice),
+        *(f"left out: {reason}" for reason in found.refused.values()),
     ]
     return "\n".join(lines)
+
+
+def _layer_lines(picture: LayerPicture, summary: Summary) -> Iterator[str]:
+    from precache.fidelity.prediction import predict
+
+    yield "Error from the writer's cache over that from the neutral one (above 1: neutral is closer), all layers:"
+    yield (
+        f"{'writer':<10} {'reader':<10} {'tokens':>6}  {'hidden':<21} {'k':<21} {'v_base':<21} "
+        "rho >= 2 cos  right for k, v_base"
+    )
+    for pair in picture.pairs():
+        yield (
+            f"{pair.writer:<10} {pair.reader:<10} {pair.tokens:>6}  {pair.hidden_ratio.rounded(3):<21} "
+            f"{pair.k_ratio.rounded(3):<21} {pair.v_base_ratio.rounded(3):<21} "
+            f"{pair.expected:>5} of {pair.layers:<2}  {pair.k_right:>6} and {pair.v_base_right} of {pair.layers}"
+        )
+    for item in predict(picture, summary):
+        yield (
+            f"{item.reader}: the condition expects {item.expected} ({item.neutral_share:.0%} for neutral), measured "
+            f"{item.measured or 'undecided'} (KL prelrshared - rebaseshared {item.difference})"
+        )
+    yield ""
 
 
 def _fidelity_line(row: FidelityRow) -> str:
@@ -203,39 +295,31 @@ def _cost_line(row: CostRow) -> str:
     )
 
 
-def _as_json(
-    args: argparse.Namespace,
-    summary: Summary,
-    advice: Sequence[Advice],
-    refused: dict[str, str],
-    facts: dict[str, Any],
-) -> dict[str, Any]:
-    recordings = summary.comparison.recordings
-    settings = {
-        **facts["settings"],
-        "model": args.model,
-        "adapters": {name: str(path) for name, path in args.adapters} or "demo",
-        "trajectories": str(args.trajectories),
-        "task": args.task,
-        "split": args.split,
-        "num_trajectories": len(recordings),
-        "num_turns": sum(len(recording.turns) for recording in recordings),
-        "seed": args.seed,
-    }
-    return {
+def _as_json(found: _Found) -> dict[str, Any]:
+    summary, picture = found.summary, found.picture
+    values = {
         "comparison": "fidelity",
-        **facts,
-        "settings": settings,
+        **found.facts,
         "rows": [asdict(row) for row in summary.rows()],
         "costs": [asdict(row) for row in summary.costs()],
-        "recommendations": [_plain(item) for item in advice],
-        "refused": refused,
+        "recommendations": [_plain(asdict(item)) for item in found.advice],
+        "refused": found.refused,
     }
+    if picture is None:
+        return values
+    from precache.fidelity.prediction import predict
+
+    layers = {
+        "rows": [asdict(row) for row in picture.rows()],
+        "pairs": [_plain(asdict(row)) for row in picture.pairs()],
+        "predictions": [_plain(asdict(item)) for item in predict(picture, summary)],
+    }
+    return {**values, "layers": layers}
 
 
-def _plain(advice: Advice) -> dict[str, Any]:
-    difference = advice.difference
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Intervals as objects, not lists."""
     return {
-        **asdict(advice),
-        "difference": None if difference is None else difference._asdict(),
+        name: value._asdict() if hasattr(value, "_asdict") else value
+        for name, value in values.items()
     }

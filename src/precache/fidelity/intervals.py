@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+ROUNDING = 1e-6  # nats per token: what equal computations in another order may differ by
 
 Values = Sequence[float] | NDArray[np.float64]
 
@@ -22,8 +23,10 @@ class Interval(NamedTuple):
     high: float | None
 
     def excludes_zero(self) -> bool:
-        """Whether the interval is there and lies on one side of zero."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """Whether the interval is there and lies on one side of zero, by more than rounding."""
+        if self.low is None or self.high is None:
+            return False
+        return self.low > ROUNDING or self.high < -ROUNDING
 
     def rounded(self, digits: int) -> str:
         """``0.12 [0.10, 0.14]``."""

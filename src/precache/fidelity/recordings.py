@@ -68,13 +68,6 @@ class Recording:
             said[turn.role] += turn.end - turn.start
         return said
 
-    def writers(self) -> list[str]:
-        """Who runs each of the ``num_run`` tokens first: a role runs what it said and the prompt it had not seen."""
-        writers: list[str] = []
-        for turn in self.turns:
-            writers += [turn.role] * (turn.end - 1 - len(writers))
-        return writers
-
 
 def record(trajectory: Trajectory, encode: Encode) -> Recording:
     """Cut a trajectory into turns of token ids. Raises FidelityError if no role says a whole token."""
