@@ -6,12 +6,11 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from precache.cli.options import (
     adapter_pair,
@@ -25,10 +24,8 @@ from precache.tasks import TASKS, split_of
 
 if TYPE_CHECKING:
     from precache import Engine
-    from precache.fidelity.advice import Advice
-    from precache.fidelity.layers import LayerPicture
     from precache.fidelity.recordings import Recording
-    from precache.fidelity.summary import CostRow, FidelityRow, Summary
+    from precache.fidelity.report import Report
 
 SPLITS = ("all", "heldout", "train")
 _GROWTH_TOKENS = 64  # the cache grows in small steps, so that its bytes say what a trajectory needs
@@ -101,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
     from precache.fidelity.layers import layer_picture
     from precache.fidelity.recordings import record
     from precache.fidelity.replay import compare
+    from precache.fidelity.report import Report, as_json
     from precache.fidelity.summary import Summary
+    from precache.fidelity.tables import as_text
 
     facts = environment()
     with ExitStack() as stack:
@@ -121,23 +120,13 @@ def run(args: argparse.Namespace) -> int:
             else None
         )
     summary = Summary(comparison, args.seed)
-    found = _Found(summary, advise(summary), picture, refused, _facts(args, recordings, facts))
-    print(_text(found))
+    report = Report(summary, advise(summary), _facts(args, recordings, facts), refused, picture)
+    print(as_text(report))
     if args.html is not None:
-        _write_report(args.html, found)
+        _write_page(args.html, report)
     if args.json:
-        print(json.dumps(_as_json(found)))
+        print(json.dumps(as_json(report)))
     return 0
-
-
-class _Found(NamedTuple):
-    """Everything that is shown."""
-
-    summary: Summary
-    advice: Sequence[Advice]
-    picture: LayerPicture | None
-    refused: dict[str, str]
-    facts: dict[str, Any]
 
 
 def _facts(
@@ -169,11 +158,10 @@ def _check_report(path: Path | None) -> None:
         raise ConfigError("--html", str(path), "a file in a folder that exists")
 
 
-def _write_report(path: Path, found: _Found) -> None:
-    from precache.fidelity.report import Report
+def _write_page(path: Path, report: Report) -> None:
+    from precache.fidelity.page import as_html
 
-    report = Report(found.summary, found.advice, found.facts, found.refused, found.picture)
-    path.write_text(report.html(), encoding="utf-8")
+    path.write_text(as_html(report), encoding="utf-8")
     print(f"report: {path}")
 
 
@@ -226,100 +214,3 @@ def _progress(recordings: Sequence[Recording], label: str = "replay") -> Iterabl
         recordings, desc=label, unit="trajectory", disable=not sys.stderr.isatty()
     )
     return bar
-
-
-# -- what is shown -------------------------------------------------------------------------------
-
-
-def _text(found: _Found) -> str:
-    summary = found.summary
-    recordings = summary.comparison.recordings
-    lines = [
-        f"{len(recordings)} trajectories, {sum(len(r.turns) for r in recordings)} turns. Brackets are 95 % bootstrap "
-        "intervals over trajectories.",
-        "KL(nonshared || policy) and the NLL of the recorded text in nats per token said, by the role that reads.",
-        "",
-        f"{'policy':<13} {'role':<10} {'tokens':>6}  {'KL':<24} {'top-1':<22} {'NLL':<24} {'max |dlogit|'}",
-        *(_fidelity_line(row) for row in summary.rows()),
-        "",
-        f"{'policy':<13} {'tokens run':>10} {'recomputed':>10} {'GFLOPs':>8} {'/nonshared':>10} {'cache MB':>8} "
-        f"{'/nonshared':>10}",
-        *(_cost_line(row) for row in summary.costs()),
-        "",
-        *(_layer_lines(found.picture, summary) if found.picture else ()),
-        *(item.sentence for item in found.advice),
-        *(f"left out: {reason}" for reason in found.refused.values()),
-    ]
-    return "\n".join(lines)
-
-
-def _layer_lines(picture: LayerPicture, summary: Summary) -> Iterator[str]:
-    from precache.fidelity.prediction import predict
-
-    yield "Error from the writer's cache over that from the neutral one (above 1: neutral is closer), all layers:"
-    yield (
-        f"{'writer':<10} {'reader':<10} {'tokens':>6}  {'hidden':<21} {'k':<21} {'v_base':<21} "
-        "rho >= 2 cos  right for k, v_base"
-    )
-    for pair in picture.pairs():
-        yield (
-            f"{pair.writer:<10} {pair.reader:<10} {pair.tokens:>6}  {pair.hidden_ratio.rounded(3):<21} "
-            f"{pair.k_ratio.rounded(3):<21} {pair.v_base_ratio.rounded(3):<21} "
-            f"{pair.expected:>5} of {pair.layers:<2}  {pair.k_right:>6} and {pair.v_base_right} of {pair.layers}"
-        )
-    for item in predict(picture, summary):
-        yield (
-            f"{item.reader}: the condition expects {item.expected} ({item.neutral_share:.0%} for neutral), measured "
-            f"{item.measured or 'undecided'} (KL prelrshared - rebaseshared {item.difference})"
-        )
-    yield ""
-
-
-def _fidelity_line(row: FidelityRow) -> str:
-    from precache.fidelity.intervals import Interval
-
-    kl = Interval(row.kl, row.kl_low, row.kl_high)
-    nll = Interval(row.nll, row.nll_low, row.nll_high)
-    top1 = Interval(row.top1_agreement, row.top1_agreement_low, row.top1_agreement_high)
-    largest = Interval(row.max_dlogit, row.max_dlogit_low, row.max_dlogit_high)
-    return (
-        f"{row.policy:<13} {row.role:<10} {row.tokens:>6}  {kl!s:<24} {top1.rounded(3):<22} "
-        f"{nll.rounded(3):<24} {largest.rounded(2)}"
-    )
-
-
-def _cost_line(row: CostRow) -> str:
-    return (
-        f"{row.policy:<13} {row.tokens_run:>10.0f} {row.tokens_recomputed:>10.0f} {row.flops / 1e9:>8.0f} "
-        f"{row.flops_ratio:>10.3f} {row.cache_bytes / 1e6:>8.2f} {row.cache_bytes_ratio:>10.3f}"
-    )
-
-
-def _as_json(found: _Found) -> dict[str, Any]:
-    summary, picture = found.summary, found.picture
-    values = {
-        "comparison": "fidelity",
-        **found.facts,
-        "rows": [asdict(row) for row in summary.rows()],
-        "costs": [asdict(row) for row in summary.costs()],
-        "recommendations": [_plain(asdict(item)) for item in found.advice],
-        "refused": found.refused,
-    }
-    if picture is None:
-        return values
-    from precache.fidelity.prediction import predict
-
-    layers = {
-        "rows": [asdict(row) for row in picture.rows()],
-        "pairs": [_plain(asdict(row)) for row in picture.pairs()],
-        "predictions": [_plain(asdict(item)) for item in predict(picture, summary)],
-    }
-    return {**values, "layers": layers}
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Intervals as objects, not lists."""
-    return {
-        name: value._asdict() if hasattr(value, "_asdict") else value
-        for name, value in values.items()
-    }
