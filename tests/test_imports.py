@@ -53,7 +53,7 @@ RULES = {
     ),
     "fidelity": Rule(
         "public fidelity tasks agents.recorded engine adapters cache config request errors",
-        "torch numpy jinja2",
+        "torch numpy safetensors jinja2",
     ),
     "fidelity.plots": Rule("fidelity", "matplotlib"),
     "agents": Rule("agents tasks request chat errors", "openai yaml numpy"),

@@ -116,6 +116,18 @@ def test_a_report_with_layers_needs_nothing_else(
     assert f"{row['kl']:.4f} [{row['kl_low']:.4f}, {row['kl_high']:.4f}]" in text
 
 
+def test_a_calibration_is_written(
+    setup: Setup, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "corrections.safetensors"
+    assert compare(setup, runs, "--calibrate", str(path), "--rank", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert path.is_file()
+    assert (found["rank"], found["ridge"]) == (3, 0.01)
+    assert set(found["explained"]) == set(AGENTS)
+    assert all(0 < share < 1 for share in found["explained"].values())
+
+
 def _as_xml(page: str) -> str:
     """The page with its empty elements closed, so that an XML parser can read it."""
     return re.sub(r"<(meta [^>]*)>", r"<\1/>", page.replace("<!doctype html>", ""))
@@ -143,6 +155,11 @@ def test_a_split_by_question(
         (["--policies", "sharing"], "--policies: got 'sharing'"),
         (["--policies", "baselrshared"], "policy 'baselrshared' is not allowed"),
         (["--limit", "0"], "--limit: got 0"),
+        (["--rank", "4"], "--rank: got '4', allowed is given with --calibrate"),
+        (
+            ["--calibrate", "x", "--layers"],
+            "--layers: got 'True', allowed is none with --calibrate",
+        ),
         (["--html", "/no/such/folder/report.html"], "--html: got"),
         (["--adapter", "plan=x"], "--adapter: got 'plan'"),
     ],

@@ -32,7 +32,8 @@ _GROWTH_TOKENS = 64  # the cache grows in small steps, so that its bytes say wha
 
 _EXAMPLE = """examples:
   precache compare smollm2 --adapter plan=adapters/plan --adapter action=adapters/action --trajectories runs.jsonl
-  precache compare smollm2 --trajectories role_trajectories --split heldout --json
+  precache compare smollm2 --trajectories role_trajectories --split heldout --layers --html report.html
+  precache compare smollm2 --trajectories role_trajectories --split train --calibrate corrections.safetensors
 
 --trajectories is a JSONL file of
   {"question_id": "q1", "segments": [{"role": null, "text": "Question: ..."}, {"role": "plan", "text": " I ..."}]}
@@ -75,6 +76,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="write a report with figures; one file, no network",
     )
+    fit = parser.add_argument_group("fitting the policy calibrated, instead of comparing")
+    fit.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="fit corrections and write them"
+    )
+    fit.add_argument("--rank", type=int, help="numbers a token, layer and reader (default: 16)")
+    fit.add_argument("--ridge", type=float, help="relative to X (default: 0.01)")
     add("--seed", type=int, default=0, help="of the bootstrap (default %(default)s)")
     add("--dtype", help="auto, float32, bfloat16 or float16")
     add("--device", help="auto, cpu or cuda")
@@ -84,23 +91,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay, compare and print. Options are checked before the model is loaded."""
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError("--limit", args.limit, "an integer from 1")
-    _check_report(args.html)
+    """Replay, compare and print, or fit a calibration. Options are checked before the model is loaded."""
+    _check_options(args)
     policies = _asked_policies(args.policies)
     adapters = adapters_from_args(args)
     trajectories = _trajectories(args)
     quiet_in_pipes()
     from precache import Engine
     from precache.bench.environment import environment
-    from precache.fidelity.advice import advise
-    from precache.fidelity.layers import layer_picture
     from precache.fidelity.recordings import record
-    from precache.fidelity.replay import compare
-    from precache.fidelity.report import Report, as_json
-    from precache.fidelity.summary import Summary
-    from precache.fidelity.tables import as_text
 
     facts = environment()
     with ExitStack() as stack:
@@ -110,22 +109,87 @@ def run(args: argparse.Namespace) -> int:
         engine = stack.enter_context(
             Engine.load(args.model, adapters=adapters, policy="nonshared", **settings)
         )
-        refused = {} if policies else _refused(engine)
-        policies = policies or [name for name in _known_policies() if name not in refused]
         recordings = [record(trajectory, engine.encode) for trajectory in trajectories]
-        comparison = compare(engine, recordings, policies, progress=_progress)
-        picture = (
-            layer_picture(engine, recordings, partial(_progress, label="layers"), args.seed)
-            if args.layers
-            else None
+        if args.calibrate is not None:
+            return _calibrate(args, engine, recordings)
+        report = _compare(args, engine, recordings, policies, facts)
+    return _show(args, report)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError("--limit", args.limit, "an integer from 1")
+    for option, path in (("--html", args.html), ("--calibrate", args.calibrate)):
+        # Refused now, not at the end of a long run.
+        if path is not None and (not path.absolute().parent.is_dir() or path.is_dir()):
+            raise ConfigError(option, str(path), "a file in a folder that exists")
+    if args.html is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--html", "matplotlib is not installed", 'pip install "precache[compare]"'
         )
-    summary = Summary(comparison, args.seed)
-    report = Report(summary, advise(summary), _facts(args, recordings, facts), refused, picture)
+    fitting = {"--rank": args.rank, "--ridge": args.ridge}
+    comparing = {"--policies": args.policies, "--html": args.html, "--layers": args.layers or None}
+    unused = fitting if args.calibrate is None else comparing
+    for option, value in unused.items():
+        if value is not None:
+            allowed = "given with --calibrate" if unused is fitting else "none with --calibrate"
+            raise ConfigError(option, str(value), allowed)
+
+
+def _compare(
+    args: argparse.Namespace,
+    engine: Engine,
+    recordings: Sequence[Recording],
+    policies: Sequence[str],
+    facts: dict[str, Any],
+) -> Report:
+    from precache.fidelity.advice import advise
+    from precache.fidelity.layers import layer_picture
+    from precache.fidelity.replay import compare
+    from precache.fidelity.report import Report
+    from precache.fidelity.summary import Summary
+
+    refused = {} if policies else _refused(engine)
+    policies = policies or [name for name in _known_policies() if name not in refused]
+    summary = Summary(compare(engine, recordings, policies, progress=_progress), args.seed)
+    layers = partial(_progress, label="layers")
+    picture = layer_picture(engine, recordings, layers, args.seed) if args.layers else None
+    return Report(summary, advise(summary), _facts(args, recordings, facts), refused, picture)
+
+
+def _show(args: argparse.Namespace, report: Report) -> int:
+    from precache.fidelity.report import as_json
+    from precache.fidelity.tables import as_text
+
     print(as_text(report))
     if args.html is not None:
-        _write_page(args.html, report)
+        from precache.fidelity.page import as_html
+
+        args.html.write_text(as_html(report), encoding="utf-8")
+        print(f"report: {args.html}")
     if args.json:
         print(json.dumps(as_json(report)))
+    return 0
+
+
+def _calibrate(args: argparse.Namespace, engine: Engine, recordings: Sequence[Recording]) -> int:
+    """Fit the corrections of `calibrated` and write them."""
+    from precache.fidelity.calibrate import CalibrationConfig, calibrate
+
+    given = {"rank": args.rank, "ridge": args.ridge}
+    config = CalibrationConfig(**{name: x for name, x in given.items() if x is not None})
+    found = calibrate(engine, recordings, config, partial(_progress, label="calibrate"))
+    found.save(args.calibrate, engine)
+    readers = engine.bank.names
+    explained = {name: found.explained(name) for name in readers}
+    print(f"{args.calibrate}: rank {found.rank}, fitted on {found.tokens} tokens of text")
+    for name, share in explained.items():
+        print(
+            f"{name}: {share:.1%} of what it misses in other agents' rows is predicted, on this text"
+        )
+    if args.json:
+        values = {"file": str(args.calibrate), "rank": found.rank, "ridge": config.ridge}
+        print(json.dumps({**values, "tokens": found.tokens, "explained": explained}))
     return 0
 
 
@@ -144,25 +208,6 @@ def _facts(
         "seed": args.seed,
     }
     return {**facts, "settings": settings}
-
-
-def _check_report(path: Path | None) -> None:
-    """Refuse a report that could not be written at the end of a long run."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--html", "matplotlib is not installed", 'pip install "precache[compare]"'
-        )
-    if not path.absolute().parent.is_dir() or path.is_dir():
-        raise ConfigError("--html", str(path), "a file in a folder that exists")
-
-
-def _write_page(path: Path, report: Report) -> None:
-    from precache.fidelity.page import as_html
-
-    path.write_text(as_html(report), encoding="utf-8")
-    print(f"report: {path}")
 
 
 # -- what is compared ----------------------------------------------------------------------------
