@@ -63,7 +63,9 @@ RULES = {
         "engine.engine engine.sampler engine.sessions cache.store adapters.bank",
         "torch numpy fastapi starlette uvicorn pydantic prometheus_client llguidance",
     ),
-    "vllm_plugin": Rule("vllm_plugin ops adapters cache config errors", "torch vllm"),
+    "vllm_plugin": Rule(
+        "vllm_plugin ops adapters cache config errors", "torch vllm prometheus_client"
+    ),
     "cli": Rule(CLI, "torch tqdm"),
     "cli.inspect": Rule(CLI, "transformers"),  # reads a model's config, never a model
     "cli.train": Rule(CLI, "transformers"),  # its loading bar

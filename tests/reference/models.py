@@ -112,23 +112,25 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
 MODEL_KINDS = tuple(_KINDS)
 
 
-def tiny_config(kind: str, num_layers: int = NUM_LAYERS) -> PreTrainedConfig:
-    """Return the configuration of one tiny architecture."""
+def tiny_config(kind: str, num_layers: int = NUM_LAYERS, **sizes: int) -> PreTrainedConfig:
+    """Return the configuration of one tiny architecture; `sizes` (`head_dim=32`, ...) go on top."""
     class_name, overrides = _KINDS[kind]
-    values = {**_SHARED, **overrides, "num_hidden_layers": num_layers}
+    values = {**_SHARED, **overrides, **sizes, "num_hidden_layers": num_layers}
     if "layer_types" in values:
         values["layer_types"] = values["layer_types"][:num_layers]
     return getattr(transformers, class_name)(**values)
 
 
-def tiny_model(kind: str, *, num_layers: int = NUM_LAYERS, seed: int = 0) -> PreTrainedModel:
+def tiny_model(
+    kind: str, *, num_layers: int = NUM_LAYERS, seed: int = 0, **sizes: int
+) -> PreTrainedModel:
     """Build one tiny random model, fp32, in eval mode, with plain (eager) attention.
 
     Eager, because stock SDPA silently ignores gemma2's attention soft-cap.
     """
     generator = torch.Generator().manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
-        tiny_config(kind, num_layers), dtype=torch.float32, attn_implementation="eager"
+        tiny_config(kind, num_layers, **sizes), dtype=torch.float32, attn_implementation="eager"
     )
     for name, parameter in sorted(model.named_parameters()):
         with torch.no_grad():
@@ -200,9 +202,10 @@ def save_tiny(
     num_layers: int = NUM_LAYERS,
     seed: int = 0,
     add_bos: bool = False,
+    **sizes: int,
 ) -> Path:
     """Write model (safetensors, config, generation config) and tokenizer; return the folder."""
     folder = Path(folder)
-    tiny_model(kind, num_layers=num_layers, seed=seed).save_pretrained(folder)
+    tiny_model(kind, num_layers=num_layers, seed=seed, **sizes).save_pretrained(folder)
     tiny_tokenizer(add_bos=add_bos).save_pretrained(folder)
     return folder

@@ -1,0 +1,220 @@
+"""The CPU backend: vLLM's own attention operator, called so that each reader sees its own values.
+
+Requests without an adapter are attended to as they are. For a decoding request the operator runs twice, `P v_base` and
+`P z` (the strips read as one value head), and B is applied to the second result: the full-width value is never made.
+For longer queries the pages in use are copied with `z B` added to their values, which costs less than a second pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from precache.errors import UnsupportedModelError
+from precache.vllm_plugin.activation import current_settings
+from precache.vllm_plugin.backends.cpu_plan import Part, Plan, Scratch, make_plan
+from precache.vllm_plugin.settings import parse_settings
+from precache.vllm_plugin.strips import (
+    StepMoves,
+    move_strips,
+    strip_view,
+    strip_width,
+    write_strips,
+)
+
+_ROW_MAJOR_ISAS = ("vec", "vec16")  # those that keep a block's values as [block_size, head_dim]
+
+
+class SharingCPUBackend(CPUAttentionBackend):
+    """vLLM's CPU backend; engines without strips get vLLM's own implementation from it."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        settings = current_settings()
+        has_strips = settings is not None and settings.policy.strips
+        return StripAttentionImpl if has_strips else CPUAttentionBackendImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return RowMajorMetadataBuilder
+
+
+class RowMajorMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Keeps an engine with strips away from instruction sets that pack values in the cache (AMX)."""
+
+    isa: str
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        settings = parse_settings(vllm_config.additional_config)
+        if settings is not None and settings.policy.strips and self.isa not in _ROW_MAJOR_ISAS:
+            self.isa = "vec"
+            self._set_isa_to_layers(layer_names)
+
+
+class StripAttentionImpl(CPUAttentionBackendImpl):
+    """Attention of one layer over pages with strips."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.alibi_slopes is not None or self.sinks is not None:
+            raise UnsupportedModelError("attention with ALiBi or sinks cannot read strips")
+        self.projection: Any = None  # a StripProjection
+        self.step = StepMoves()
+
+    def use_strips_of(self, projection: Any) -> None:
+        """Attend with the values of this projection's adapters."""
+        self.projection = projection
+        self.width = strip_width(projection.num_slots, projection.lora_rank, self.head_size)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        strips = strip_view(kv_cache, self.width)
+        new = self.projection.new_strips
+        write_strips(strips, new[: len(slot_mapping)], slot_mapping)
+        for moves in self.step.moves:
+            move_strips(strips, moves, self.projection.lora_rank)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,  # [num_rows, num_heads, head_dim]
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_dim]
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        plan = None if attn_metadata is None else self._plan(attn_metadata, kv_cache.shape[2])
+        if plan is None or (plan.decode is None and not plan.expanded):
+            stock: Tensor = super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+            return stock
+        num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+        pages = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, self.head_size)
+        strips = strip_view(kv_cache, self.width)
+        out = output.view(-1, self.num_heads, self.head_size)
+        if plan.base is not None:
+            part = plan.base
+            out[part.rows] = self._attend(layer, part, query[part.rows], *pages.chunk(2, dim=2))
+        if plan.decode is not None:
+            part = plan.decode
+            out[part.rows] = self._decode(layer, part, query[part.rows], pages, strips)
+        for scratch in plan.expanded:
+            rows = scratch.part.rows
+            expanded = self._expand(scratch, pages, strips)
+            out[rows] = self._attend(layer, scratch.part, query[rows], *expanded.chunk(2, dim=2))
+        return output
+
+    def _plan(self, metadata: Any, block_size: int) -> Plan:
+        plan: Plan | None = getattr(metadata, "precache_plan", None)
+        if plan is None:
+            slots = self.projection.row_slots[metadata.query_start_loc[:-1].to(torch.int64)]
+            plan = metadata.precache_plan = make_plan(
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                metadata.block_table,
+                slots,
+                block_size,
+                two_pass_decode=self.width == self.head_size,
+            )
+        return plan
+
+    def _decode(
+        self, layer: Any, part: Part, query: Tensor, pages: Tensor, strips: Tensor
+    ) -> Tensor:
+        """P v_base, plus P z of every KV head's queries with B applied: [num_rows, num_heads, head_dim]."""
+        keys, values = pages.chunk(2, dim=2)
+        out = self._attend(layer, part, query, keys, values)
+        group, rank = self.num_queries_per_kv, self.projection.lora_rank
+        by_slot = [(slot, part.slots == slot) for slot in sorted(set(part.slots.tolist()))]
+        for head in range(self.num_kv_heads):
+            heads = slice(head * group, (head + 1) * group)
+            one_head = keys[:, head : head + 1]
+            attended = self._attend(
+                layer, part, query[:, heads].contiguous(), one_head, strips[:, None]
+            )
+            for slot, rows in by_slot:
+                columns = attended[rows][..., slot * rank : (slot + 1) * rank]
+                out[rows, heads] += columns @ self.projection.value_b(slot)[head].T
+        return out
+
+    def _expand(self, scratch: Scratch, pages: Tensor, strips: Tensor) -> Tensor:
+        """Copies of pages with z B added to their values: [num_pairs, num_kv_heads, 2 * block_size, head_dim]."""
+        block_size, rank = strips.shape[1], self.projection.lora_rank
+        copies = pages.index_select(0, scratch.blocks)
+        values = copies[:, :, block_size:]
+        for slot in sorted(set(scratch.slots.tolist())):
+            pairs = (scratch.slots == slot).nonzero().flatten()
+            z = strips[scratch.blocks[pairs], :, slot * rank : (slot + 1) * rank]
+            value_b = self.projection.value_b(slot).to(z.dtype)
+            values[pairs] += z[:, None] @ value_b.transpose(1, 2)
+        return copies
+
+    def _attend(
+        self, layer: Any, part: Part, query: Tensor, key_cache: Tensor, value_cache: Tensor
+    ) -> Tensor:
+        """vLLM's operator over one part; the numbers of heads are those of the query and of the keys."""
+        out = torch.empty_like(query)
+        num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=out,
+            query_start_loc=part.query_start_loc,
+            seq_lens=part.seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=self.sliding_window,
+            block_table=part.block_table,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=self._schedule(layer, part, query, num_heads, num_kv_heads),
+            s_aux=None,
+        )
+        return out
+
+    def _schedule(
+        self, layer: Any, part: Part, query: Tensor, num_heads: int, num_kv_heads: int
+    ) -> Tensor:
+        key = (num_heads, num_kv_heads)
+        if key not in part.schedules:
+            part.schedules[key] = ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=len(part.seq_lens),
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=self.head_size,
+                seq_lens=part.seq_lens,
+                dtype=query.dtype,
+                query_start_loc=part.query_start_loc,
+                causal=True,
+                sliding_window_size=self.sliding_window,
+                isa=layer.isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            )
+        return part.schedules[key]
