@@ -14,16 +14,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
+if not torch.cuda.is_available():
+    # Read when triton is imported: its kernels then run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") and not _has_cuda():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
             item.add_marker(pytest.mark.skip(reason="vllm is not installed"))
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

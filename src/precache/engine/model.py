@@ -32,7 +32,7 @@ from precache.engine.hooks import (
     run_layer,
 )
 from precache.errors import ConfigError, ModelError, UnsupportedModelError
-from precache.ops import available_backends
+from precache.ops import BackendUnavailableError, UnknownBackendError, choose_backend
 
 SUPPORTED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 KEY_NORMS = ("qwen3", "gemma3_text")  # k is normalised: base + low-rank part is no longer linear
@@ -96,26 +96,25 @@ class BackboneModel:
         Raises UnsupportedModelError for an architecture that cannot work, ModelError if nothing can be loaded, and
         ConfigError for a device or an attention backend that is not there.
         """
-        backends = ("auto", *available_backends())
-        if config.attention_backend not in backends:
-            raise ConfigError("attention_backend", config.attention_backend, f"one of {backends}")
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        backend = resolve_backend(config.attention_backend, device, dtype)
         register_attention()
         path = resolve_model(name)
-        device = resolve_device(config.device)
         try:
             model_config = AutoConfig.from_pretrained(path)
             check_supported(model_config)
             model = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=model_config,
-                dtype=resolve_dtype(config.dtype, device),
+                dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
         names = tuple(dict.fromkeys((hub_id(name), path, name)))
         moved = cast(nn.Module, model).to(device)
-        return cls(moved, model_config, names, config.attention_backend)
+        return cls(moved, model_config, names, backend)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -311,6 +310,17 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         return named[name]
     slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
+
+
+def resolve_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention backend that ``name`` stands for here. Raises ConfigError for one that cannot run."""
+    try:
+        return choose_backend(name, device, dtype)
+    except UnknownBackendError as error:
+        raise ConfigError("attention_backend", name, f"one of {error.known}") from error
+    except BackendUnavailableError as error:
+        allowed = f"auto or cpu: {error.reason}"
+        raise ConfigError("attention_backend", name, allowed) from error
 
 
 def _store_wide_weights_by_column(model: nn.Module) -> None:

@@ -5,17 +5,14 @@ P = softmax(mask(softcap(q k^T * scale)));  out = P v_base + (P z) b
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable
-from importlib import import_module
-
 from torch import Tensor
 
+from precache.ops.backends import available_backends, choose_backend, load_backend
 from precache.ops.contract import (
     AttentionContractError,
     AttentionInputs,
     AttentionOutput,
+    BackendUnavailableError,
     KeyStrip,
     UnknownBackendError,
     ValueStrip,
@@ -26,18 +23,15 @@ from precache.ops.merge import merge_attention
 __all__ = [
     "AttentionContractError",
     "AttentionOutput",
+    "BackendUnavailableError",
     "KeyStrip",
     "UnknownBackendError",
     "ValueStrip",
     "available_backends",
+    "choose_backend",
     "lora_attention",
     "merge_attention",
 ]
-
-_BACKENDS = {"reference": "precache.ops.reference", "cpu": "precache.ops.cpu"}
-_AUTO = "cpu"  # blocked torch; also the portable choice on CUDA and MPS
-
-_logger = logging.getLogger(__name__)
 
 
 def lora_attention(
@@ -66,20 +60,4 @@ def lora_attention(
         q, k, v_base, scale, q_positions, kv_start, v_lora, k_lora, window, softcap
     )
     check(inputs)
-    return _load_backend(backend)(inputs)
-
-
-def available_backends() -> tuple[str, ...]:
-    """Names that `lora_attention` takes as `backend`, besides "auto"."""
-    return tuple(_BACKENDS)
-
-
-@functools.cache
-def _load_backend(name: str) -> Callable[[AttentionInputs], AttentionOutput]:
-    if name == "auto":
-        _logger.info("attention backend %r, the only one for every device, chosen by auto", _AUTO)
-        return _load_backend(_AUTO)
-    if name not in _BACKENDS:
-        raise UnknownBackendError(name, known=["auto", *_BACKENDS])
-    attend: Callable[[AttentionInputs], AttentionOutput] = import_module(_BACKENDS[name]).attend
-    return attend
+    return load_backend(backend, q.device, q.dtype)(inputs)

@@ -36,6 +36,15 @@ class UnknownBackendError(PrecacheError):
         super().__init__(f"unknown attention backend: got {name!r}, allowed are {self.known}")
 
 
+class BackendUnavailableError(PrecacheError):
+    """An attention backend that was asked for cannot run here."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        self.reason = reason
+        super().__init__(f"attention backend {name!r} cannot be used: {reason}")
+
+
 @dataclass(frozen=True, slots=True)
 class ValueStrip:
     """An adapter's low-rank values: `z @ b` is what it adds to `v_base`."""
@@ -86,7 +95,7 @@ def check(inputs: AttentionInputs) -> None:
     if inputs.k_lora is not None:
         _check_strip("k_lora", inputs.k_lora, inputs)
         _check_rotary(inputs.k_lora, inputs)
-    _check_settings(inputs.scale, inputs.window, inputs.softcap)
+    check_settings(inputs.scale, inputs.window, inputs.softcap)
     if torch.is_grad_enabled() and (q.requires_grad or inputs.k.requires_grad):
         raise AttentionContractError(
             "autograd", "q or k that requires grad", "inference, under torch.inference_mode()"
@@ -177,7 +186,8 @@ def _check_rotary(strip: KeyStrip, inputs: AttentionInputs) -> None:
         _check_like(what, table, inputs.q)
 
 
-def _check_settings(scale: float, window: int | None, softcap: float | None) -> None:
+def check_settings(scale: float, window: int | None, softcap: float | None) -> None:
+    """Refuse a scale, window or softcap that means nothing."""
     if not scale > 0:
         raise AttentionContractError("scale", scale, "above 0")
     if window is not None and window <= 0:
