@@ -39,7 +39,7 @@ RULES = {
     "adapters": Rule("adapters errors", "torch safetensors"),
     "chat": Rule("request errors", "transformers tokenizers jinja2"),
     "engine": Rule(ENGINE, "torch numpy safetensors"),
-    "engine.policies": Rule("engine.policies cache adapters errors", "torch"),
+    "engine.policies": Rule("engine.policies cache adapters config errors", "torch"),
     "engine.model": Rule(ENGINE, "torch safetensors transformers"),
     "engine.hooks": Rule(ENGINE, "torch transformers"),
     "engine.checkpoints": Rule("errors", "torch transformers"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from precache.errors import ConfigError
 
@@ -19,6 +20,11 @@ class EngineConfig:
     ``cache_memory`` is the hard limit of all cached bytes. ``prefill_chunk`` is the largest number of tokens in one
     forward pass, and with it the longest time until a running pass can be interrupted. ``growth_tokens`` is the step in
     which a session's buffers grow. ``context_window`` None takes the model's own.
+
+    The policies that recompute a part of what others wrote (docs/policies.md) replace at most ``recompute_share`` of
+    the k and v of the tokens that are new to a reader, in the layers that ``recompute_profile`` (a JSON file) names
+    for them; ``recompute_seed`` draws the random ones. Every reader refreshes a token once, or, with
+    ``recompute_again``, again whenever another reader has done so since.
     """
 
     policy: str = "prelrshared"
@@ -30,6 +36,10 @@ class EngineConfig:
     growth_tokens: int = 256
     context_window: int | None = None
     attention_backend: str = "auto"
+    recompute_share: float = 0.3
+    recompute_profile: str | Path | None = None
+    recompute_seed: int = 0
+    recompute_again: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -38,6 +48,11 @@ class EngineConfig:
             _check_positive(field, getattr(self, field))
         if self.context_window is not None:
             _check_positive("context_window", self.context_window)
+        share, seed = self.recompute_share, self.recompute_seed
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError("recompute_share", share, "a number from 0 to 1")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ConfigError("recompute_seed", seed, f"an integer from 0 to {2**63 - 1}")
 
 
 def _check_positive(field: str, got: object) -> None:

@@ -96,8 +96,12 @@ class Usage:
     """Token counts of one turn.
 
     ``cached_tokens`` of the ``prompt_tokens`` were reused, ``shared_tokens`` of those were written by another agent and
-    ``catch_up_tokens`` of them had to be run again for the reader's strip; ``neutral_tokens`` were run with adapters
-    off (deferred or beside the turn).
+    ``catch_up_tokens`` of them had to be run again for the reader (its strip, or a part of k and v); ``neutral_tokens``
+    were run with adapters off (deferred or beside the turn).
+
+    By count, no clock: ``flops`` of all passes of the turn, ``catch_up_flops`` of those over reused tokens. These went
+    through ``recomputed_token_layers`` (tokens times layers), and replaced the k and v of ``refreshed_kv_entries``
+    (tokens times layers) in the shared cache.
     """
 
     prompt_tokens: int
@@ -106,6 +110,10 @@ class Usage:
     catch_up_tokens: int = 0
     neutral_tokens: int = 0
     shared_tokens: int = 0
+    refreshed_kv_entries: int = 0
+    recomputed_token_layers: int = 0
+    catch_up_flops: int = 0
+    flops: int = 0
 
     @property
     def prefill_tokens(self) -> int:

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from precache.adapters.report import inspect_adapter
-from precache.adapters.verdicts import allowed_policies, first_a_difference, model_conditions
+from precache.adapters.verdicts import (
+    ALWAYS_ALLOWED,
+    COMMON_A,
+    allowed_policies,
+    first_a_difference,
+    model_conditions,
+)
 from precache.cli import inspect as command
 from precache.errors import AdapterShapeError, UnsupportedAdapterError
 from tests.adapters.folders import (
@@ -25,7 +31,7 @@ from tests.adapters.folders import (
     write_adapter,
 )
 
-ALL = ["nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared", "baselrshared"]
+ALL = [*ALWAYS_ALLOWED, COMMON_A]
 
 
 @pytest.fixture

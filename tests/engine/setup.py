@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from precache import Engine, EngineConfig
 from precache.chat import ChatTokenizer
 from precache.engine.model import BackboneModel
+from precache.engine.policies.profile import RecomputeProfile
 from tests.engine.trajectories import STEPS, Step, play_reference
 from tests.reference.lora import ALL_LINEAR, QKVO, QV, make_adapter, read_adapter
 from tests.reference.models import save_tiny
 from tests.reference.policies import ReferenceState
+from tests.reference.recompute import RECOMPUTE
 
 AGENTS = ("plan", "action", "reflect")
 
@@ -44,7 +46,23 @@ BY_AGENT: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 SHARED_A = ("shared_a", "shared_a_qkvo")
+
+# What the selective-recompute policies replace in tests: more of four layers than 30 %, and from hidden states.
+SHARE = 0.6
+LAYERS: dict[str, dict[str, Any]] = {
+    "droidspeak": {"layers": [1, 2]},
+    "droidspeak-scattered": {"layers": [1, 3]},
+    "relaycaching": {"start": 1, "detection": 2, "end": 3},
+}
 LABELS = (*COMMON, *BY_AGENT)
+
+
+def reference_settings(policy: str) -> dict[str, Any]:
+    """SHARE and LAYERS in the words of the reference."""
+    layers = LAYERS.get(policy, {})
+    if "start" in layers:
+        return {"share": SHARE, "span": tuple(layers.values())}
+    return {"share": SHARE, **layers}
 
 
 class Setup:
@@ -91,6 +109,13 @@ class Setup:
         folder = self.folder / "others" / name
         return folder if folder.exists() else make_adapter(self.model, folder, seed=seed, **options)
 
+    @cached_property
+    def profile(self) -> Path:
+        """A recompute profile with LAYERS."""
+        path = self.folder / "recompute.json"
+        RecomputeProfile(4, LAYERS).save(path)
+        return path
+
     def backbone(self, dtype: str = "float32") -> BackboneModel:
         if dtype not in self._backbones:
             self._backbones[dtype] = BackboneModel.load(self.model, EngineConfig(dtype=dtype))
@@ -110,6 +135,7 @@ class Setup:
         **settings: Any,
     ) -> Engine:
         """An engine with an empty cache over the shared model."""
+        settings = {"recompute_share": SHARE, "recompute_profile": self.profile} | settings
         config = EngineConfig(
             policy=policy,
             schedule=schedule,
@@ -129,10 +155,14 @@ class Setup:
             self.model, dtype=torch.float32, attn_implementation="eager"
         )
 
-    def reference(self, policy: str, adapters: Mapping[str, Path] | None = None) -> ReferenceState:
+    def reference(
+        self, policy: str, adapters: Mapping[str, Path] | None = None, **settings: Any
+    ) -> ReferenceState:
         chosen = self.adapters() if adapters is None else adapters
         read = {name: read_adapter(path) for name, path in chosen.items()}
-        return ReferenceState(self.stock, read, policy)
+        if policy in RECOMPUTE:
+            settings = reference_settings(policy) | settings
+        return ReferenceState(self.stock, read, policy, **settings)
 
     def expected(
         self, policy: str, label: str = "qv", steps: Sequence[Step] = STEPS

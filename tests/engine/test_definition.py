@@ -10,10 +10,12 @@ import pytest
 from tests.engine.conftest import SetupOf
 from tests.engine.setup import LABELS, Setup
 from tests.engine.trajectories import (
+    IN_ORDER,
     METHODS,
     NOTICEABLE,
     REUSED,
     REUSED_ALONE,
+    SELECTIVE_METHODS,
     SHARED_METHODS,
     STEPS,
     STRIP_METHODS,
@@ -35,6 +37,7 @@ from tests.engine.trajectories import (
 from tests.reference.models import MODEL_KINDS
 
 OTHER_KINDS = tuple(kind for kind in MODEL_KINDS if kind != "llama")
+KEY_LORA_METHODS = [method for method in IN_ORDER if method in (*STRIP_METHODS, *SELECTIVE_METHODS)]
 KEY_LORA_KINDS = ("mistral_swa", "ministral", "qwen2", "gemma2")
 
 
@@ -50,7 +53,7 @@ def follows_the_definition(setup: Setup, policy: str, schedule: str | None, labe
 
 
 @pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize(("policy", "schedule"), METHODS[:-1])
+@pytest.mark.parametrize(("policy", "schedule"), IN_ORDER)
 def test_logits_follow_the_definition(
     llama: Setup, policy: str, schedule: str | None, label: str
 ) -> None:
@@ -58,7 +61,7 @@ def test_logits_follow_the_definition(
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-@pytest.mark.parametrize(("policy", "schedule"), METHODS[:-1])
+@pytest.mark.parametrize(("policy", "schedule"), IN_ORDER)
 def test_logits_follow_the_definition_on_every_architecture(
     setup_of: SetupOf, kind: str, policy: str, schedule: str | None
 ) -> None:
@@ -66,7 +69,7 @@ def test_logits_follow_the_definition_on_every_architecture(
 
 
 @pytest.mark.parametrize("kind", KEY_LORA_KINDS)
-@pytest.mark.parametrize(("policy", "schedule"), STRIP_METHODS[1:-1])
+@pytest.mark.parametrize(("policy", "schedule"), KEY_LORA_METHODS)
 def test_key_lora_follows_the_definition_where_keys_are_windowed_biased_or_capped(
     setup_of: SetupOf, kind: str, policy: str, schedule: str | None
 ) -> None:

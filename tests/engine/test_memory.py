@@ -20,7 +20,7 @@ from precache.cache.store import TrajectoryStore
 from precache.cache.trajectory import Writer
 from precache.errors import CacheBudgetError
 from tests.engine.setup import AGENTS, Setup
-from tests.engine.trajectories import METHODS, STRIP_METHODS, play_engine, tokens
+from tests.engine.trajectories import METHODS, SELECTIVE_METHODS, STRIP_METHODS, play_engine, tokens
 
 CPU = torch.device("cpu")
 
@@ -141,7 +141,7 @@ def test_the_peak_inside_growth_stays_within_the_budget(rank: int) -> None:
     assert store.evictions > 0
 
 
-@pytest.mark.parametrize(("policy", "schedule"), STRIP_METHODS[1:-1])
+@pytest.mark.parametrize(("policy", "schedule"), [*STRIP_METHODS[1:-1], *SELECTIVE_METHODS])
 @pytest.mark.parametrize("prompt", [31, 70])
 def test_output_without_a_limit_fills_the_budget_and_not_more(
     llama: Setup, policy: str, schedule: str | None, prompt: int

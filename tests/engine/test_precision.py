@@ -8,13 +8,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import SetupOf
 from tests.engine.setup import Setup
-from tests.engine.trajectories import METHODS, REUSED, Step, difference, play_engine, tokens
+from tests.engine.trajectories import IN_ORDER, REUSED, Step, difference, play_engine, tokens
 
+# A choice of rows by scores that rounding changes is another choice, not drift.
+METHODS = [method for method in IN_ORDER if method[0] not in ("cacheblend", "relaycaching")]
 MAX_DRIFT = 2.0  # of logits that span 20: weights this large are far noisier than a trained model's
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize(("policy", "schedule"), METHODS[:-1])
+@pytest.mark.parametrize(("policy", "schedule"), METHODS)
 def test_bfloat16_drifts_within_bounds(
     setup_of: SetupOf, kind: str, policy: str, schedule: str | None
 ) -> None:

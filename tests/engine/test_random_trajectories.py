@@ -67,6 +67,7 @@ class Walk:
         if self.engine.policy.name == "nonshared":
             return  # every agent has its own; the reference computes each anew
         cached = max((session.length for session in self.engine.sessions()), default=0)
+        self.state.catch_up(None if agent == "base" else agent, min(cached, held))
         if cached > held:
             turn(self.state, agent, prompt[held:cached])
         self.state.truncate(min(cached, len(self.state.tokens)))

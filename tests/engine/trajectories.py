@@ -18,6 +18,14 @@ VOCAB = 120
 TOLERANCE = 1e-4  # fp32 on a CPU
 NOTICEABLE = 1e-2
 
+SELECTIVE_METHODS = (
+    ("droidspeak", None),
+    ("droidspeak-scattered", None),
+    ("cacheblend", None),
+    ("relaycaching", None),
+)
+CONTROLS = (("random-layers", None), ("random-tokens", None))
+SELECTIVE = tuple(policy for policy, _ in SELECTIVE_METHODS)
 METHODS = (
     ("nonshared", None),
     ("fullshared", None),
@@ -26,9 +34,13 @@ METHODS = (
     ("rebaseshared", "lazy-prefill"),
     ("rebaseshared", "double-batch"),
     ("rebaseshared", "idle-lazy-prefill"),
+    *SELECTIVE_METHODS,
 )
 SHARED_METHODS = METHODS[1:]
-STRIP_METHODS = METHODS[2:]
+STRIP_METHODS = METHODS[2:7]
+# Under the others a reader overwrites what is shared, so turns that overlap see each other's order.
+UNCHANGING = tuple(method for method in METHODS if method not in SELECTIVE_METHODS)
+IN_ORDER = tuple(method for method in METHODS if method[1] != "idle-lazy-prefill")
 SCHEDULES = ("lazy-prefill", "double-batch", "idle-lazy-prefill")
 # A method that is wrong in the place of another, and gives noticeably other logits.
 WRONG = {
@@ -38,7 +50,7 @@ WRONG = {
     "prelrshared": "baseshared",
     "rebaseshared": "prelrshared",
     "baselrshared": "nonshared",
-}
+} | {policy: "fullshared" for policy, _ in (*SELECTIVE_METHODS, *CONTROLS)}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Pass(NamedTuple):
 
     inputs: list[Tensor]  # per layer, after the input norm: [num_tokens, hidden_size]
     logits: Tensor  # [num_tokens, vocab_size]
+    hidden: list[Tensor]  # per layer, what enters it: [num_tokens, hidden_size]
 
 
 class Network:
@@ -45,23 +46,55 @@ class Network:
     ) -> Pass:
         """Run tokens at positions start, start + 1, ...; `adapter` acts on all but keys, values."""
         positions = torch.arange(start, start + len(token_ids))
-        hidden = self._embed(torch.tensor(token_ids, dtype=torch.long))
-        inputs = []
+        hidden = self.embed(token_ids)
+        inputs, entering = [], []
         for layer in range(self.num_layers):
-            x = self._norm(hidden, f"model.layers.{layer}.input_layernorm")
+            entering.append(hidden)
+            x = self.layer_input(layer, hidden)
             inputs.append(x)
             keys, values = context(layer, x)
-            attended = self._attention(layer, x, positions, adapter, keys, values)
-            hidden = self._add_residuals(layer, hidden, attended, adapter)
-        return Pass(inputs, self._logits(hidden))
+            hidden = self.layer_output(layer, hidden, positions, adapter, keys, values)
+        return Pass(inputs, self._logits(hidden), entering)
+
+    # --- one layer at a time, for passes that run some of them -------------------------------------
+
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        return self._embed(torch.tensor(token_ids, dtype=torch.long))
+
+    def layer_input(self, layer: int, hidden: Tensor) -> Tensor:
+        """X of the tokens whose hidden states enter a layer."""
+        return self._norm(hidden, f"model.layers.{layer}.input_layernorm")
+
+    def layer_output(
+        self,
+        layer: int,
+        hidden: Tensor,
+        positions: Tensor,
+        adapter: AdapterDict,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """Hidden states of tokens at any `positions`, given keys and values of the whole context."""
+        x = self.layer_input(layer, hidden)
+        attended = self._attention(layer, x, positions, adapter, keys, values)
+        return self._add_residuals(layer, hidden, attended, adapter)
+
+    def keys_at(self, layer: int, x: Tensor, positions: Tensor, adapter: AdapterDict) -> Tensor:
+        """RoPE(x W_k) of tokens at any `positions`: [num_kv_heads, num_tokens, head_dim]."""
+        k = self._split_heads(self._linear(layer, "k_proj", x, adapter))
+        return self.rope(layer, self._head_norm(layer, "k_norm", k), positions)
+
+    def attention_weights(
+        self, layer: int, hidden: Tensor, positions: Tensor, adapter: AdapterDict, keys: Tensor
+    ) -> Tensor:
+        """softmax weights of tokens over the context: [num_heads, num_tokens, context_len]."""
+        return self._weights(layer, self.layer_input(layer, hidden), positions, adapter, keys)
 
     # --- what the policies store -----------------------------------------------------------------
 
     def keys(self, layer: int, x: Tensor, start: int, adapter: AdapterDict) -> Tensor:
         """RoPE(x W_k), with the key LoRA folded in: [num_kv_heads, num_tokens, head_dim]."""
-        k = self._split_heads(self._linear(layer, "k_proj", x, adapter))
-        k = self._head_norm(layer, "k_norm", k)
-        return self.rope(layer, k, torch.arange(start, start + len(x)))
+        return self.keys_at(layer, x, torch.arange(start, start + len(x)), adapter)
 
     def values(self, layer: int, x: Tensor, adapter: AdapterDict) -> Tensor:
         """x W_v, with the value LoRA folded in: [num_kv_heads, num_tokens, head_dim]."""
@@ -89,19 +122,23 @@ class Network:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
+        weights = self._weights(layer, x, positions, adapter, keys)
+        values = values.repeat_interleave(weights.shape[0] // values.shape[0], dim=0)
+        attended = (weights @ values).transpose(0, 1).flatten(1)
+        return self._linear(layer, "o_proj", attended, adapter)
+
+    def _weights(
+        self, layer: int, x: Tensor, positions: Tensor, adapter: AdapterDict, keys: Tensor
+    ) -> Tensor:
         q = self._split_heads(self._linear(layer, "q_proj", x, adapter))
         q = self.rope(layer, self._head_norm(layer, "q_norm", q), positions)
-        group_size = q.shape[0] // keys.shape[0]
-        keys = keys.repeat_interleave(group_size, dim=0)
-        values = values.repeat_interleave(group_size, dim=0)
+        keys = keys.repeat_interleave(q.shape[0] // keys.shape[0], dim=0)
         scores = q @ keys.transpose(1, 2) * self._score_scale()
         softcap = self._attention_softcap()
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         visible = self._visible(layer, positions, keys.shape[1])
-        weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
-        attended = (weights @ values).transpose(0, 1).flatten(1)
-        return self._linear(layer, "o_proj", attended, adapter)
+        return scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
 
     def _visible(self, layer: int, positions: Tensor, context_len: int) -> Tensor:
         """Which key positions each query sees: [num_tokens, context_len], True = seen."""

@@ -9,7 +9,7 @@ adapter has key LoRA, for keys. Agent None is the base model: a reader and write
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,11 +43,17 @@ class ReferenceState:
     """One trajectory under one policy."""
 
     def __init__(
-        self, model: PreTrainedModel, adapters: Mapping[str, AdapterDict], policy: str
+        self,
+        model: PreTrainedModel,
+        adapters: Mapping[str, AdapterDict],
+        policy: str,
+        **settings: Any,
     ) -> None:
+        from .recompute import RECOMPUTE  # which is made of the classes here
+
         self.tokens: list[int] = []
         self.writers: list[str | None] = []  # who wrote each token
-        self._policy = POLICIES[policy](Network(model))
+        self._policy = (POLICIES | RECOMPUTE)[policy](Network(model), **settings)
         for name, adapter in adapters.items():
             self.add_adapter(name, adapter)
 
@@ -57,6 +63,10 @@ class ReferenceState:
         self.tokens = self.tokens + list(new_tokens)
         self.writers = self.writers + [agent] * len(new_tokens)
         return logits
+
+    def catch_up(self, agent: str | None, length: int | None = None) -> None:
+        """Only what a turn of `agent` over the first `length` tokens does before its own tokens."""
+        self._policy.fill(agent, self.tokens[:length])
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on."""
@@ -73,8 +83,9 @@ class ReferenceState:
         known = self._policy.adapters.get(name)
         if known is not None and _same_weights(known, adapter):
             return
-        if known is not None and name in self.writers and not self._policy.base_is_neutral:
-            self.truncate(self.writers.index(name))
+        touched = self._policy.first_touched(name, self.writers)
+        if known is not None and touched is not None and not self._policy.base_is_neutral:
+            self.truncate(touched)
         self._policy.set_adapter(name, adapter)
 
     def caches(self) -> Caches:
@@ -103,6 +114,13 @@ class _Policy:
 
     def turn(self, agent: str | None, prefix: list[int], new_tokens: list[int]) -> Tensor:
         raise NotImplementedError
+
+    def fill(self, agent: str | None, prefix: list[int]) -> None:
+        """Bring what is cached of the prefix up to date for the agent."""
+
+    def first_touched(self, name: str, writers: Sequence[str | None]) -> int | None:
+        """The first token whose k and v depend on an agent's weights by its own passes."""
+        return writers.index(name) if name in writers else None
 
     def truncate(self, length: int) -> None:
         raise NotImplementedError
@@ -193,20 +211,19 @@ class _Split(_Policy):
     # --- the three steps of a turn ---------------------------------------------------------------
 
     def turn(self, agent: str | None, prefix: list[int], new_tokens: list[int]) -> Tensor:
-        if agent is not None:
-            self.fill(agent, prefix)
+        self.fill(agent, prefix)
         adapted = self.adapted_pass(agent, new_tokens, len(prefix))
         self.write(agent, new_tokens, len(prefix), adapted)
         return adapted.logits
 
-    def fill(self, agent: str, prefix: list[int]) -> None:
+    def fill(self, agent: str | None, prefix: list[int]) -> None:
         """Compute the strip of the tokens for which it is missing: here by the agent's own pass.
 
         The hidden states are the agent's own; k and v_base are taken from the shared cache.
         """
-        start = self.strip_lens[agent]
-        if start == len(prefix):
+        if agent is None or self.strip_lens[agent] >= len(prefix):
             return
+        start = self.strip_lens[agent]
         adapter, strip = self.adapters[agent], self.strips[agent]
 
         def context(layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,11 +364,11 @@ class ReBaseShared(_Split):
         self.append_base(neutral.inputs, start)
         self.append_strips(start, lambda name: adapted.inputs if name == agent else neutral.inputs)
 
-    def fill(self, agent: str, prefix: list[int]) -> None:
+    def fill(self, agent: str | None, prefix: list[int]) -> None:
         """A missing strip is X_neutral A_j: the neutral pass over the whole prefix, once more."""
-        start = self.strip_lens[agent]
-        if start == len(prefix):
+        if agent is None or self.strip_lens[agent] >= len(prefix):
             return
+        start = self.strip_lens[agent]
 
         def context(layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.network.keys(layer, x, 0, {}), self.network.values(layer, x, {})

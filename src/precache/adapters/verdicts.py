@@ -13,7 +13,19 @@ from precache.adapters.bank import Adapter
 from precache.adapters.digest import STRIP_TARGETS, tensor_bytes
 
 # Allowed for every adapter that can be loaded.
-ALWAYS_ALLOWED = ("nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared")
+ALWAYS_ALLOWED = (
+    "nonshared",
+    "fullshared",
+    "baseshared",
+    "prelrshared",
+    "rebaseshared",
+    "droidspeak",
+    "droidspeak-scattered",
+    "cacheblend",
+    "relaycaching",
+    "random-layers",
+    "random-tokens",
+)
 COMMON_A = "baselrshared"  # needs equal A matrices
 
 

@@ -25,13 +25,25 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class StripLayout:
-    """The low-rank part that one reader keeps of a token: per layer the ranks of v_lora and k_lora (0: none)."""
+    """What is kept of a token beside k and v, most often for one reader: per layer so many numbers (0: none).
+
+    ``v_ranks`` and ``k_ranks`` are the widths of v_lora and k_lora, ``h_widths`` those of hidden states that enter a
+    layer. A strip without numbers only records which tokens its reader's passes have been over. ``in_base`` says that
+    these passes wrote k and v of the covered rows, so that the rows are as old as the reader's weights.
+    """
 
     key: str
-    v_ranks: tuple[int, ...]
-    k_ranks: tuple[int, ...]
+    v_ranks: tuple[int, ...] = ()
+    k_ranks: tuple[int, ...] = ()
+    h_widths: tuple[int, ...] = ()
+    in_base: bool = False
 
     @property
     def numbers_per_token(self) -> int:
         """Cached numbers (not bytes) for one token over all layers."""
-        return sum(self.v_ranks) + sum(self.k_ranks)
+        return sum(self.v_ranks) + sum(self.k_ranks) + sum(self.h_widths)
+
+    @property
+    def widest(self) -> int:
+        """Numbers of one token in the largest tensor."""
+        return max((*self.v_ranks, *self.k_ranks, *self.h_widths), default=0)

@@ -187,7 +187,7 @@ class TrajectoryStore:
         strip_bytes = sum(strip.numbers_per_token for strip in strips) * per_number
         base = self.layout.base_bytes_per_token
         widths = [base // (2 * self.layout.num_layers)]
-        widths += [max(*strip.v_ranks, *strip.k_ranks) * per_number for strip in strips]
+        widths += [strip.widest * per_number for strip in strips]
         copied_tensor = self.rounded(tokens) * max(widths)
         held = self.rounded(tokens) * (base + strip_bytes) + self.rounded(private) * base
         return held + copied_tensor
@@ -258,9 +258,9 @@ class TrajectoryStore:
         if kept is None:
             return
         for trajectory in [item for item in self.trajectories if not item.busy]:
+            usable = self._usable(trajectory)
             for key in set(trajectory.strips) - kept.strips:
                 del trajectory.strips[key]
-            usable = self._usable(trajectory)
             if usable < trajectory.length or trajectory.namespace not in kept.namespaces:
                 self._remember_lost(trajectory, Lookup.ADAPTER_CHANGED)
                 trajectory.truncate(usable)
@@ -268,11 +268,19 @@ class TrajectoryStore:
                 self.trajectories.remove(trajectory)
 
     def _usable(self, trajectory: Trajectory) -> int:
-        """Tokens before the first one of a stale writer: what follows it was computed on top of it."""
+        """Tokens before the first one of a stale writer: what follows it was computed on top of it.
+
+        A reader whose strip is not kept any more was a writer of the rows that its passes wrote.
+        """
         kept = self._kept
-        stale = (
-            run.start for run in trajectory.runs if kept is not None and kept.stale(run.writer)
-        )
+        if kept is None:
+            return trajectory.length
+        stale = [run.start for run in trajectory.runs if kept.stale(run.writer)]
+        stale += [
+            strip.covered[0][0]
+            for key, strip in trajectory.strips.items()
+            if key not in kept.strips and strip.layout.in_base and strip.covered
+        ]
         return min(stale, default=trajectory.length)
 
 

@@ -51,11 +51,14 @@ class KvBuffers:
         shape = (layout.num_kv_heads, capacity, layout.head_dim)
         return torch.empty(shape, dtype=layout.dtype, device=layout.device)
 
-    def write(self, layer: int, position: int, k: Tensor, v: Tensor) -> None:
-        """Store k and v [num_kv_heads, n, head_dim] for the positions from ``position`` on."""
-        row = position - self.start
-        self.k[layer][:, row : row + k.shape[1]] = k
-        self.v[layer][:, row : row + v.shape[1]] = v
+    def write(self, layer: int, positions: slice | Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v [num_kv_heads, n, head_dim] of ``positions``, a slice or int64 [n]."""
+        if isinstance(positions, slice):
+            rows: slice | Tensor = slice(positions.start - self.start, positions.stop - self.start)
+        else:
+            rows = (positions - self.start).to(k.device)
+        self.k[layer][:, rows] = k
+        self.v[layer][:, rows] = v
 
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Views of k and v [num_kv_heads, end - start, head_dim] up to position ``end`` (exclusive)."""
@@ -77,7 +80,7 @@ class KvBuffers:
 
 
 class Strip:
-    """v_lora and k_lora of one reader, per layer [capacity, rank] (None where the adapter has no such LoRA).
+    """What ``layout`` says, per layer [capacity, width] (None where that is 0): ``v``, ``k`` and ``hidden``.
 
     ``covered`` are the disjoint, ascending ranges of positions that hold values; everything else was never computed
     and must not be read.
@@ -88,12 +91,17 @@ class Strip:
         self._dtype, self._device = cache_layout.dtype, cache_layout.device
         self.v = [self._empty(capacity, rank) for rank in layout.v_ranks]
         self.k = [self._empty(capacity, rank) for rank in layout.k_ranks]
+        self.hidden = [self._empty(capacity, width) for width in layout.h_widths]
         self.covered: list[tuple[int, int]] = []
 
-    def _empty(self, capacity: int, rank: int) -> Tensor | None:
-        if rank == 0:
+    def _empty(self, capacity: int, width: int) -> Tensor | None:
+        if width == 0:
             return None
-        return torch.empty((capacity, rank), dtype=self._dtype, device=self._device)
+        return torch.empty((capacity, width), dtype=self._dtype, device=self._device)
+
+    def parts(self) -> Iterator[tuple[str, list[Tensor | None]]]:
+        """Its tensors per layer, by what they are: "v", "k" and "h"."""
+        yield from (("v", self.v), ("k", self.k), ("h", self.hidden))
 
     def cover(self, start: int, end: int) -> None:
         """Mark the positions ``start`` to ``end`` as computed."""
@@ -104,6 +112,12 @@ class Strip:
             elif low < high:
                 merged.append((low, high))
         self.covered = merged
+
+    def uncover(self, start: int, end: int) -> None:
+        """Mark the positions ``start`` to ``end`` as not computed."""
+        kept = [(low, min(high, start)) for low, high in self.covered]
+        kept += [(max(low, end), high) for low, high in self.covered]
+        self.covered = sorted((low, high) for low, high in kept if low < high)
 
     def missing(self, end: int) -> list[tuple[int, int]]:
         """The ranges below ``end`` that were never computed."""
@@ -122,7 +136,7 @@ class Strip:
         self.covered = [(low, min(high, length)) for low, high in self.covered if low < length]
 
     def grow(self, capacity: int, keep_rows: int) -> None:
-        for tensors in (self.v, self.k):
+        for _, tensors in self.parts():
             for layer, old in enumerate(tensors):
                 if old is not None:
                     new = old.new_empty((capacity, old.shape[1]))
@@ -130,7 +144,8 @@ class Strip:
                     tensors[layer] = new
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (tensor for tensor in (*self.v, *self.k) if tensor is not None)
+        for _, tensors in self.parts():
+            yield from (tensor for tensor in tensors if tensor is not None)
 
 
 @dataclass

@@ -58,7 +58,8 @@ class Engine:
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
-        self.policy: SharingPolicy = make_policy(config.policy, config.schedule)
+        self.policy: SharingPolicy = make_policy(config.policy, config.schedule, config)
+        self.policy.check_model(model.shape)
         self.bank = AdapterBank(model.shape, dtype=model.dtype, device=model.device)
         self.store = TrajectoryStore(model.layout, config.cache_memory, config.growth_tokens)
         self.context_window = _context_window(config, model)
@@ -91,7 +92,7 @@ class Engine:
             dtype=dtype,
             **settings,
         )
-        make_policy(policy, schedule)  # a wrong name fails before the model is loaded
+        make_policy(policy, schedule, config)  # a wrong name fails before the model is loaded
         backbone = BackboneModel.load(model, config)
         engine = cls(backbone, _find_tokenizer(resolve_model(model), backbone), config)
         try:
@@ -337,16 +338,18 @@ class Engine:
 
     def _readers(self) -> dict[str, tuple[str, ...]]:
         readers: dict[str, tuple[str, ...]] = {}
-        for adapter in self.bank:
+        for adapter in (None, *self.bank):
             layout = self.policy.strip_of(adapter, self.bank)
             if layout is not None:
-                readers[layout.key] = (*readers.get(layout.key, ()), adapter.name)
+                name = BASE_NAME if adapter is None else adapter.name
+                readers[layout.key] = (*readers.get(layout.key, ()), name)
         return readers
 
     def stats(self) -> CacheStats:
         """Hits, misses by reason, evictions and bytes."""
         with self._lock:
-            return stats(self.store, self._runner.neutral_tokens)
+            runner = self._runner
+            return stats(self.store, runner.neutral_tokens, runner.work, runner.catch_up)
 
     def reset(self) -> None:
         """Drop everything cached, but for what running turns use."""
@@ -374,7 +377,7 @@ class Engine:
         return CacheOwner(
             model_digest=self.model.digest(),
             vocab_size=self.model.shape.vocab_size,
-            policy=self.policy.name,
+            policy=self.policy.signature(self.model.shape),
             strips={write.layout.key: write.layout for write in self.policy.strips(self.bank)},
             adapters={adapter.name: adapter.digest for adapter in self.bank},
             namespaces=self._kept().namespaces,

@@ -16,7 +16,8 @@ from torch import Tensor
 from precache.adapters.bank import Adapter, AdapterBank
 from precache.cache.trajectory import KvBuffers, Strip, Trajectory
 from precache.engine.policies.base import PassSpec
-from precache.ops import lora_attention, merge_attention
+from precache.engine.work import Work
+from precache.ops import attention_mass, lora_attention, merge_attention
 from precache.ops.contract import AttentionOutput, KeyStrip, ValueStrip
 
 RopeTables = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -31,8 +32,9 @@ class KeyValuesStored(Exception):
 class Lane:
     """``token_ids`` at positions ``start`` and up of one trajectory, run as ``spec`` says.
 
-    ``private`` takes the k and v instead of the trajectory's base buffers (positions before it are read from there).
-    ``logits`` is how many of the last rows need logits.
+    ``scattered`` are the positions where they are not consecutive, ascending int64 on the CPU; ``start`` is the first
+    then. ``private`` takes the k and v instead of the trajectory's base buffers (positions before it are read from
+    there). ``logits`` is how many of the last rows need logits. ``watch`` sums what some of the rows look at.
     """
 
     token_ids: Sequence[int]
@@ -41,19 +43,44 @@ class Lane:
     trajectory: Trajectory
     private: KvBuffers | None = None
     logits: int = 0
+    scattered: Tensor | None = None
+    watch: Watch | None = None
 
     @property
     def end(self) -> int:
+        if self.scattered is not None:
+            return int(self.scattered[-1]) + 1
         return self.start + len(self.token_ids)
+
+    @property
+    def positions(self) -> list[int]:
+        if self.scattered is not None:
+            return [int(position) for position in self.scattered.tolist()]
+        return list(range(self.start, self.end))
+
+    @property
+    def index(self) -> slice | Tensor:
+        """The positions, to index a buffer with."""
+        return slice(self.start, self.end) if self.scattered is None else self.scattered
 
     def head(self) -> Lane:
         """The rows whose logits nobody needs."""
+        assert self.scattered is None
         return replace(self, token_ids=self.token_ids[: len(self.token_ids) - self.logits])
 
     def tail(self) -> Lane:
         """The rows whose logits are needed."""
+        assert self.scattered is None
         first = len(self.token_ids) - self.logits
         return replace(self, token_ids=self.token_ids[first:], start=self.start + first)
+
+
+@dataclass
+class Watch:
+    """The attention that the rows at ``first`` and behind give to every position, summed over heads and layers."""
+
+    first: int
+    total: Tensor  # [positions] float32
 
 
 class Forward:
@@ -65,9 +92,11 @@ class Forward:
         bank: AdapterBank,
         rope_tables: RopeTables,
         backend: str,
+        work: Work,
         *,
         keys_values_only: bool = False,
     ) -> None:
+        self.work = work
         self.lanes: list[tuple[slice, Lane]] = []
         self.keys_values_only = keys_values_only
         self._bank = bank
@@ -79,10 +108,13 @@ class Forward:
                 self.lanes.append((slice(row, row + len(lane.token_ids)), lane))
                 row += len(lane.token_ids)
         self.num_rows = row
-        self.writes_base = any(lane.spec.writes_base for _, lane in self.lanes)
+
+    def writes(self, layer: int) -> bool:
+        """Whether any lane stores k and v of a layer."""
+        return any(lane.spec.writes(layer) for _, lane in self.lanes)
 
     def positions(self) -> list[int]:
-        return [position for _, lane in self.lanes for position in range(lane.start, lane.end)]
+        return [position for _, lane in self.lanes for position in lane.positions]
 
     def token_ids(self) -> list[int]:
         return [int(token_id) for _, lane in self.lanes for token_id in lane.token_ids]
@@ -99,22 +131,38 @@ class Forward:
             if module is not None:
                 low_rank = torch.mm(x[0, rows], module.lora_a.t())
                 y[0, rows].addmm_(low_rank, module.lora_b.t())
+                self.work.add_product(len(low_rank), low_rank.shape[1], x.shape[2] + y.shape[2])
         return y
 
     def write_strips(self, x: Tensor, layer: int, target: str) -> None:
         """Store X A of every strip that a lane writes: one product for all adapters. x is [1, rows, in]."""
         for rows, lane in self.lanes:
-            if not lane.spec.strips:
+            writes = [
+                (write.layout.key, write.adapter)
+                for write in lane.spec.strips
+                if write.adapter is not None
+            ]
+            if not writes:
                 continue
-            adapters = tuple(write.adapter for write in lane.spec.strips)
+            adapters = tuple(adapter for _, adapter in writes)
             stacked, slices = self._bank.stacked_a(layer, target, adapters)
             if stacked.shape[0] == 0:
                 continue
             z = torch.mm(x[0, rows], stacked.t())
-            for write, columns in zip(lane.spec.strips, slices, strict=True):
-                buffer = _strip_tensor(lane.trajectory.strips[write.layout.key], layer, target)
+            self.work.add_product(len(z), *stacked.t().shape)
+            for (key, _), columns in zip(writes, slices, strict=True):
+                buffer = _strip_tensor(lane.trajectory.strips[key], layer, target)
                 if buffer is not None:
-                    buffer[lane.start : lane.end] = z[:, columns]
+                    buffer[lane.index] = z[:, columns]
+
+    def keep_hidden(self, layer: int, hidden_states: Tensor) -> None:
+        """Store the hidden states [1, rows, hidden] that enter a layer in the strips that keep them."""
+        for rows, lane in self.lanes:
+            for write in lane.spec.strips:
+                if any(write.layout.h_widths):
+                    buffer = lane.trajectory.strips[write.layout.key].hidden[layer]
+                    if buffer is not None:
+                        buffer[lane.index] = hidden_states[0, rows]
 
     # -- attention -----------------------------------------------------------------------------------------------
 
@@ -125,11 +173,13 @@ class Forward:
         [1, rows, num_heads, head_dim]. Raises KeyValuesStored where nothing but k and v is wanted.
         """
         for rows, lane in self.lanes:
-            if lane.spec.writes_base:
+            if lane.spec.writes(layer):
                 buffers = lane.private or lane.trajectory.base
-                buffers.write(layer, lane.start, k[0, :, rows], v[0, :, rows])
+                buffers.write(layer, lane.index, k[0, :, rows], v[0, :, rows])
+                self.work.kv_entries += len(lane.token_ids)
         if self.keys_values_only:
             raise KeyValuesStored
+        self.work.token_layers += self.num_rows
         outputs = [
             self._attend_lane(layer, q[0, :, rows], lane, masking) for rows, lane in self.lanes
         ]
@@ -138,6 +188,8 @@ class Forward:
 
     def _attend_lane(self, layer: int, q: Tensor, lane: Lane, masking: Masking) -> Tensor:
         base, private = lane.trajectory.base, lane.private
+        if lane.watch is not None:
+            self._watch(layer, q, lane, lane.watch, masking)
         if private is None:
             return self._attend_part(layer, q, lane, masking, base, lane.end).out
         own = self._attend_part(layer, q, lane, masking, private, lane.end)
@@ -151,12 +203,13 @@ class Forward:
     ) -> AttentionOutput:
         k, v = buffers.read(layer, end)
         v_lora, k_lora = self._read_strip(layer, lane, buffers.start, end)
+        self._count_attention(q, lane, buffers.start, end, masking, v_lora, k_lora)
         return lora_attention(
             q,
             k,
             v,
             scale=masking.scale,
-            q_positions=lane.start,
+            q_positions=lane.start if lane.scattered is None else lane.scattered,
             kv_start=buffers.start,
             v_lora=v_lora,
             k_lora=k_lora,
@@ -164,6 +217,44 @@ class Forward:
             softcap=masking.softcap,
             backend=self._backend,
         )
+
+    def _watch(self, layer: int, q: Tensor, lane: Lane, watch: Watch, masking: Masking) -> None:
+        """Add what the watched rows of a lane look at."""
+        positions = torch.tensor(lane.positions)
+        first = int((positions < watch.first).sum())
+        if first == len(positions):
+            return
+        k, _ = lane.trajectory.base.read(layer, lane.end)
+        mass = attention_mass(
+            q[:, first:],
+            k,
+            positions[first:],
+            scale=masking.scale,
+            window=masking.window,
+            softcap=masking.softcap,
+        )
+        watch.total[: lane.end] += mass
+
+    def _count_attention(
+        self,
+        q: Tensor,
+        lane: Lane,
+        start: int,
+        end: int,
+        masking: Masking,
+        v_lora: ValueStrip | None,
+        k_lora: KeyStrip | None,
+    ) -> None:
+        """Count the products of attention over the positions ``start`` to ``end``."""
+        heads, rows, head_dim = q.shape
+        seen = _seen(lane, start, end, masking.window)  # pairs of a row and a key
+        self.work.flops += 4 * heads * head_dim * seen
+        if v_lora is not None:
+            rank = v_lora.z.shape[1]
+            self.work.flops += 2 * heads * rank * (seen + rows * head_dim)
+        if k_lora is not None:
+            keys, rank = k_lora.z.shape
+            self.work.add_product(keys, rank, k_lora.b.shape[0] * head_dim)
 
     def _read_strip(
         self, layer: int, lane: Lane, start: int, end: int
@@ -199,6 +290,16 @@ class ForwardHolder(Protocol):
     """Where the projections find the pass that is running now."""
 
     current: Forward | None
+
+
+def _seen(lane: Lane, start: int, end: int, window: int | None) -> int:
+    """Pairs of a row of the lane and a position from ``start`` to ``end`` (exclusive) that it sees."""
+    if window is None and lane.scattered is None and end == lane.end:
+        rows = len(lane.token_ids)
+        return rows * (lane.start + 1 - start) + rows * (rows - 1) // 2
+    last = [min(position + 1, end) for position in lane.positions]
+    first = [start if window is None else max(start, p + 1 - window) for p in lane.positions]
+    return sum(max(0, high - low) for low, high in zip(first, last, strict=True))
 
 
 def _strip_tensor(strip: Strip, layer: int, target: str) -> Tensor | None:

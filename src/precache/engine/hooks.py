@@ -42,6 +42,7 @@ class LoraProjection(nn.Module):
         forward = self._running.current
         if forward is None:
             return y
+        forward.work.add_product(x.shape[1], x.shape[2], y.shape[2])
         return forward.add_lora(y, x, self.layer, self.target, folded=False)
 
 
@@ -75,9 +76,10 @@ class CachedProjection(LoraProjection):
         if forward is None:
             return super().forward(x)
         forward.write_strips(x, self.layer, self.target)
-        if not forward.writes_base:
+        if not forward.writes(self.layer):
             return _unused(x, self._width)
         y: Tensor = self.base(x)
+        forward.work.add_product(x.shape[1], x.shape[2], y.shape[2])
         return forward.add_lora(y, x, self.layer, self.target, folded=True)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from precache.engine.hooks import (
     register_attention,
     run_layer,
 )
+from precache.engine.work import Work
 from precache.errors import ConfigError, ModelError, UnsupportedModelError
 from precache.ops import BackendUnavailableError, UnknownBackendError, choose_backend
 
@@ -119,38 +120,71 @@ class BackboneModel:
     # -- running -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, lanes: Sequence[Lane], bank: AdapterBank) -> Tensor:
+    def forward(self, lanes: Sequence[Lane], bank: AdapterBank, work: Work) -> Tensor:
         """Run the lanes and return the logits [sum of lane.logits, vocab], fp32, in lane order.
 
-        What the lanes write is in the buffers afterwards; committing it is the caller's.
+        What the lanes write is in the buffers afterwards; committing it is the caller's. ``work`` counts what it took.
         """
-        forward = self._forward(lanes, bank)
-        token_ids = torch.tensor([forward.token_ids()], device=self.device)
-        hidden_states = self.decoder.embed_tokens(token_ids)
-        rope = self._rope_embeddings(hidden_states, forward)
-        *layers, last = self.decoder.layers
+        forward = self.start(lanes, bank, work)
+        hidden_states = self.embed(forward)
+        rope = self.rope(hidden_states, forward)
+        last = self.shape.num_layers - 1
+        with self.running(forward):
+            for index in range(last):
+                hidden_states = self.run_layer(index, hidden_states, rope, forward)
+            forward.keep_hidden(last, hidden_states)
+            hidden_states = self._run_last(hidden_states, rope, lanes, forward, bank)
+        return self._logits(hidden_states, work)
+
+    def start(
+        self,
+        lanes: Sequence[Lane],
+        bank: AdapterBank,
+        work: Work,
+        *,
+        keys_values_only: bool = False,
+    ) -> Forward:
+        """A pass over the lanes that has not run anything."""
+        return Forward(
+            lanes, bank, self.rope_tables, self._backend, work, keys_values_only=keys_values_only
+        )
+
+    @contextmanager
+    def running(self, forward: Forward) -> Iterator[None]:
+        """Make ``forward`` the pass that the projections see. One runs at a time."""
         with self._forward_lock:
             try:
                 self._running.current = forward
-                for index, layer in enumerate(layers):
-                    hidden_states = run_layer(
-                        layer, hidden_states, rope[self._layer_types[index]], forward
-                    )
-                hidden_states = self._run_last(last, hidden_states, rope, lanes, forward, bank)
+                yield
             finally:
                 self._running.current = None
-        return self._logits(hidden_states)
 
-    def _forward(
-        self, lanes: Sequence[Lane], bank: AdapterBank, *, keys_values_only: bool = False
-    ) -> Forward:
-        return Forward(
-            lanes, bank, self.rope_tables, self._backend, keys_values_only=keys_values_only
-        )
+    def embed(self, forward: Forward) -> Tensor:
+        """The hidden states [1, rows, hidden] that enter the first layer."""
+        token_ids = torch.tensor([forward.token_ids()], device=self.device)
+        embedded: Tensor = self.decoder.embed_tokens(token_ids)
+        return embedded
+
+    def run_layer(
+        self,
+        index: int,
+        hidden_states: Tensor,
+        rope: dict[str, tuple[Tensor, Tensor]],
+        forward: Forward,
+    ) -> Tensor:
+        """One layer over [1, rows, hidden], within ``running``."""
+        forward.keep_hidden(index, hidden_states)
+        layer = self.decoder.layers[index]
+        return run_layer(layer, hidden_states, rope[self._layer_types[index]], forward)
+
+    def values(self, index: int, hidden_states: Tensor) -> Tensor:
+        """What v_proj of a layer makes of [1, rows, hidden], within ``running``: [1, rows, num_kv_heads * head_dim]."""
+        layer = self.decoder.layers[index]
+        projected: Tensor = layer.self_attn.v_proj(layer.input_layernorm(hidden_states))
+        return projected
 
     def _run_last(
         self,
-        layer: nn.Module,
         hidden_states: Tensor,
         rope: dict[str, tuple[Tensor, Tensor]],
         lanes: Sequence[Lane],
@@ -158,11 +192,12 @@ class BackboneModel:
         bank: AdapterBank,
     ) -> Tensor:
         """The last layer: only k and v for the rows that need no logits, everything for the others."""
+        layer = self.decoder.layers[-1]
         cos, sin = rope[self._layer_types[-1]]
         heads, tails = _split_rows(forward)
         if heads:
-            self._running.current = self._forward(
-                [lane.head() for lane in lanes], bank, keys_values_only=True
+            self._running.current = self.start(
+                [lane.head() for lane in lanes], bank, forward.work, keys_values_only=True
             )
             with suppress(KeyValuesStored):
                 run_layer(
@@ -176,12 +211,14 @@ class BackboneModel:
         if heads:
             hidden_states = _rows(hidden_states, tails)
             cos, sin = _rows(cos, tails), _rows(sin, tails)
-        self._running.current = self._forward([lane.tail() for lane in lanes if lane.logits], bank)
+        with_logits = [lane.tail() for lane in lanes if lane.logits]
+        self._running.current = self.start(with_logits, bank, forward.work)
         return run_layer(layer, hidden_states, (cos, sin), self._running.current)
 
-    def _logits(self, hidden_states: Tensor) -> Tensor:
+    def _logits(self, hidden_states: Tensor, work: Work) -> Tensor:
         if hidden_states.shape[1] == _NO_ROWS:
             return torch.empty((0, self.shape.vocab_size), device=self.device)
+        work.add_product(*hidden_states.shape[1:], self.shape.vocab_size)
         logits: Tensor = self.head(self.decoder.norm(hidden_states))[0].float()
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
@@ -189,9 +226,7 @@ class BackboneModel:
 
     # -- rotary embeddings ---------------------------------------------------------------------------------------
 
-    def _rope_embeddings(
-        self, hidden_states: Tensor, forward: Forward
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    def rope(self, hidden_states: Tensor, forward: Forward) -> dict[str, tuple[Tensor, Tensor]]:
         """Per layer type cos and sin [1, rows, head_dim] of the rows of a pass."""
         positions = torch.tensor([forward.positions()], device=self.device)
         return {kind: self._rotary(hidden_states, positions, kind) for kind in self._rope_kinds()}

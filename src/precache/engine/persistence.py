@@ -50,7 +50,7 @@ def save_trajectory(trajectory: Trajectory, path: str | Path, owner: CacheOwner)
         tensors[f"k.{layer}"] = k[:, :length].contiguous()
         tensors[f"v.{layer}"] = v[:, :length].contiguous()
     for index, strip in enumerate(trajectory.strips.values()):
-        for kind, parts in (("v", strip.v), ("k", strip.k)):
+        for kind, parts in strip.parts():
             for layer, part in enumerate(parts):
                 if part is not None:
                     tensors[f"strip.{index}.{kind}.{layer}"] = _computed(
@@ -201,9 +201,17 @@ class _SavedSession:
                 _require_integers(*(bound for bounds in ranges for bound in bounds))
                 if any(not 0 <= low < high <= self._length for low, high in ranges):
                     raise self._fail("a strip's range", ranges, f"0 to {self._length}")
-                strips.append((self._owner.strips[key], ranges))
+                layout = self._owner.strips[key]
+                # No pass fills a gap among hidden states: whoever runs a token first keeps them.
+                if any(layout.h_widths) and ranges != [(0, self._length)]:
+                    raise self._fail("a strip's range", ranges, [(0, self._length)])
+                strips.append((layout, ranges))
         except (TypeError, ValueError) as error:
             raise self._fail("strips", str(error), "[key, [[start, end], ...]] of each") from error
+        held = {layout.key for layout, _ in strips}
+        for key, layout in self._owner.strips.items():
+            if any(layout.h_widths) and key not in held:
+                raise self._fail("strips", sorted(held), f"one of {key!r}")
         return strips
 
     def restore(self, store: TrajectoryStore) -> Trajectory:
@@ -223,7 +231,7 @@ class _SavedSession:
             self._copy(f"v.{layer}", v[:, : self._length])
         for index, (layout, ranges) in enumerate(self._strips):
             strip = trajectory.strips[layout.key]
-            for kind, parts in (("v", strip.v), ("k", strip.k)):
+            for kind, parts in strip.parts():
                 for layer, part in enumerate(parts):
                     if part is not None:
                         self._copy(f"strip.{index}.{kind}.{layer}", part[: self._length])

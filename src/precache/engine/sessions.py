@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from precache.cache.store import TrajectoryStore
 from precache.cache.trajectory import Trajectory, WriterRun, storage_bytes
+from precache.engine.work import Work
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class SessionInfo:
 class CacheStats:
     """Counters since the engine was loaded. ``lookups`` counts requests by outcome (see cache.store.Lookup).
 
-    ``neutral_tokens`` were run with adapters off: deferred, beside a turn, or in idle time.
+    ``neutral_tokens`` were run with adapters off: deferred, beside a turn, or in idle time. The counts behind it are
+    those of ``Usage``, summed over the turns and with what ran in idle time.
     """
 
     lookups: Mapping[str, int]
@@ -53,6 +55,10 @@ class CacheStats:
     peak_bytes: int
     budget: int
     neutral_tokens: int = 0
+    refreshed_kv_entries: int = 0
+    recomputed_token_layers: int = 0
+    catch_up_flops: int = 0
+    flops: int = 0
 
 
 def describe(trajectory: Trajectory, readers: Mapping[str, tuple[str, ...]]) -> SessionInfo:
@@ -76,8 +82,8 @@ def describe(trajectory: Trajectory, readers: Mapping[str, tuple[str, ...]]) -> 
     )
 
 
-def stats(store: TrajectoryStore, neutral_tokens: int) -> CacheStats:
-    """Copy out the counters."""
+def stats(store: TrajectoryStore, neutral_tokens: int, work: Work, catch_up: Work) -> CacheStats:
+    """Copy out the counters. ``work`` is that of all passes, ``catch_up`` of those over reused tokens."""
     return CacheStats(
         lookups={outcome.value: count for outcome, count in store.lookups.items()},
         reused_tokens=store.reused_tokens,
@@ -87,4 +93,8 @@ def stats(store: TrajectoryStore, neutral_tokens: int) -> CacheStats:
         peak_bytes=store.peak_bytes,
         budget=store.budget,
         neutral_tokens=neutral_tokens,
+        refreshed_kv_entries=catch_up.kv_entries,
+        recomputed_token_layers=catch_up.token_layers,
+        catch_up_flops=catch_up.flops,
+        flops=work.flops,
     )

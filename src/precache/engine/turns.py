@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Event
 
 import torch
@@ -20,8 +20,10 @@ from precache.cache.store import TrajectoryStore
 from precache.cache.trajectory import Trajectory, Writer
 from precache.engine.forward import Lane
 from precache.engine.model import BackboneModel
+from precache.engine.partial import PartialPass
 from precache.engine.policies import SharingPolicy
 from precache.engine.policies.base import PassSpec, TurnPlan
+from precache.engine.work import Work
 from precache.errors import CacheBudgetError, NonFiniteLogitsError, TurnCancelledError
 
 RESERVE_AHEAD = 128  # tokens for which room is made before the first one is generated
@@ -30,6 +32,9 @@ RESERVE_AHEAD = 128  # tokens for which room is made before the first one is gen
 @dataclass
 class Turn:
     """One agent's request while it runs. ``matched`` of the prompt's tokens were reused.
+
+    The turn found the rows below ``untouched`` as they are; those behind hold something of it. ``work`` counts all its
+    passes, ``catch_up`` those over tokens that were cached before it.
 
     Another thread may set ``cancel``; the turn then ends before its next forward pass.
     """
@@ -41,9 +46,14 @@ class Turn:
     cancel: Event
     shared_tokens: int = 0
     catch_up_tokens: int = 0
+    catch_up: Work = field(default_factory=Work)
+    work: Work = field(default_factory=Work)
     neutral_tokens: int = 0
     neutral_wait_s: float = 0.0
     neutral_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.untouched = self.matched
 
     @property
     def writer(self) -> Writer:
@@ -74,6 +84,8 @@ class TurnRunner:
         self.policy = policy
         self.prefill_chunk = prefill_chunk
         self.neutral_tokens = 0  # run with adapters off so far, for all turns
+        self.work = Work()  # of all passes so far
+        self.catch_up = Work()  # of those over cached tokens for their reader's sake
 
     # -- the life of a turn --------------------------------------------------------------------------------------
 
@@ -144,7 +156,7 @@ class TurnRunner:
         logits = collected[0] if len(collected) == 1 else torch.cat(collected)
         if not _all_finite(logits):
             position = turn.trajectory.length - 1
-            turn.trajectory.truncate(turn.matched)
+            turn.trajectory.truncate(turn.untouched)
             raise NonFiniteLogitsError(turn.writer.name, position)
         return logits
 
@@ -159,7 +171,7 @@ class TurnRunner:
             lanes.append(Lane(token_ids, start, plan.beside, trajectory))
             turn.neutral_tokens += len(token_ids)
             self.neutral_tokens += len(token_ids)
-        logits = self.model.forward(lanes, self.bank)
+        logits = self._forward(lanes, turn.work)
         trajectory.commit(token_ids, turn.writer)
         for lane in lanes:
             _cover(lane)
@@ -170,7 +182,7 @@ class TurnRunner:
         try:
             if turn.plan.deferred and not self.policy.when_idle:
                 started = time.perf_counter()
-                turn.neutral_tokens += self.run_deferred(turn.trajectory)
+                turn.neutral_tokens += self.run_deferred(turn.trajectory, work=turn.work)
                 turn.neutral_s = time.perf_counter() - started
         finally:
             self.store.release(turn.trajectory)
@@ -186,15 +198,58 @@ class TurnRunner:
         if spec is None:
             return
         (write,) = spec.strips
-        trajectory = turn.trajectory
-        for low, high in trajectory.strips[write.layout.key].missing(turn.matched):
+        gaps = turn.trajectory.strips[write.layout.key].missing(turn.matched)
+        try:
+            if spec.group is not None:
+                self._refresh(turn, spec, gaps)
+            else:
+                self._fill_strip(turn, spec, gaps)
+        finally:
+            self.catch_up.add(turn.catch_up)
+            turn.work.add(turn.catch_up)
+
+    def _fill_strip(self, turn: Turn, spec: PassSpec, gaps: Sequence[tuple[int, int]]) -> None:
+        for low, high in gaps:
             for start in range(low, high, self.prefill_chunk):
                 turn.check_cancel()
                 end = min(start + self.prefill_chunk, high)
-                self._run_cached(trajectory, start, end, spec)
+                self._run_cached(turn.trajectory, start, end, spec, turn.catch_up)
                 turn.catch_up_tokens += end - start
 
-    def run_deferred(self, trajectory: Trajectory, max_chunks: int | None = None) -> int:
+    def _refresh(self, turn: Turn, spec: PassSpec, gaps: Sequence[tuple[int, int]]) -> None:
+        """Replace a part of the cached k and v by the agent's own. If it fails, what it was replacing is dropped."""
+        if not gaps:
+            return
+        positions = torch.cat([torch.arange(low, high) for low, high in gaps])
+        trajectory, spent = turn.trajectory, Work()
+        partial = PartialPass(
+            self.model,
+            self.bank,
+            trajectory,
+            spec,
+            self.prefill_chunk,
+            spent,
+            turn.check_cancel,
+        )
+        try:
+            for part in partial.parts(positions):
+                first, written = int(part[0]), spent.kv_entries
+                try:
+                    partial.run(part)
+                except BaseException:
+                    if spent.kv_entries > written:
+                        trajectory.truncate(first)
+                    raise
+                _mark_refreshed(trajectory, spec, part)
+                turn.untouched = min(turn.untouched, first)
+                turn.catch_up_tokens += len(part)
+        finally:
+            turn.catch_up.add(spent)
+            self.work.add(spent)
+
+    def run_deferred(
+        self, trajectory: Trajectory, max_chunks: int | None = None, work: Work | None = None
+    ) -> int:
         """Run the deferred pass over what awaits it, at most ``max_chunks`` chunks; returns the tokens run.
 
         If a pass fails the rows it was replacing are dropped with all that follows, and the error goes on.
@@ -203,14 +258,14 @@ class TurnRunner:
         while (start := trajectory.pending_from) is not None and chunks != max_chunks:
             end = min(start + self.prefill_chunk, trajectory.length)
             if start < end:
-                self._replace_rows(trajectory, start, end)
+                self._replace_rows(trajectory, start, end, work or Work())
             trajectory.pending_from = end if end < trajectory.length else None
             done += end - start
             chunks += 1
         self.neutral_tokens += done
         return done
 
-    def _replace_rows(self, trajectory: Trajectory, start: int, end: int) -> None:
+    def _replace_rows(self, trajectory: Trajectory, start: int, end: int, work: Work) -> None:
         spec = self.policy.deferred(self.bank)
         assert spec is not None, f"{self.policy.name} left tokens pending but has no deferred pass"
         self.store.reserve(trajectory, end, [write.layout for write in spec.strips])
@@ -220,17 +275,28 @@ class TurnRunner:
             if any(low < end and high > start for low, high in _gaps(trajectory, write.layout, end))
         )
         try:
-            self._run_cached(trajectory, start, end, replace(spec, strips=missing))
+            self._run_cached(trajectory, start, end, replace(spec, strips=missing), work)
         except BaseException:
             trajectory.truncate(start)
             raise
 
-    def _run_cached(self, trajectory: Trajectory, start: int, end: int, spec: PassSpec) -> None:
+    def _run_cached(
+        self, trajectory: Trajectory, start: int, end: int, spec: PassSpec, work: Work
+    ) -> None:
         """One pass over tokens that are cached already, for what it writes."""
         token_ids = trajectory.token_ids[start:end].tolist()
         lane = Lane(token_ids, start, spec, trajectory)
-        self.model.forward([lane], self.bank)
+        self._forward([lane], work)
         _cover(lane)
+
+    def _forward(self, lanes: Sequence[Lane], work: Work) -> Tensor:
+        """One pass of the model, counted in ``work`` and in the sum over all turns."""
+        spent = Work()
+        try:
+            return self.model.forward(lanes, self.bank, spent)
+        finally:
+            work.add(spent)
+            self.work.add(spent)
 
     # -- room ----------------------------------------------------------------------------------------------------
 
@@ -245,6 +311,19 @@ class TurnRunner:
 def _cover(lane: Lane) -> None:
     for write in lane.spec.strips:
         lane.trajectory.strips[write.layout.key].cover(lane.start, lane.end)
+
+
+def _mark_refreshed(trajectory: Trajectory, spec: PassSpec, positions: Tensor) -> None:
+    """Record that the reader's pass has been over these positions."""
+    (own,) = spec.strips
+    breaks = torch.nonzero(positions.diff() > 1).flatten().add(1).tolist()
+    for part in positions.tensor_split(breaks):
+        low, high = int(part[0]), int(part[-1]) + 1
+        for strip in trajectory.strips.values():
+            if strip.layout.key == own.layout.key:
+                strip.cover(low, high)
+            elif spec.displaces and strip.layout.in_base:
+                strip.uncover(low, high)
 
 
 def _all_finite(logits: Tensor) -> bool:

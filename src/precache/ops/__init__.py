@@ -18,6 +18,7 @@ from precache.ops.contract import (
     ValueStrip,
     check,
 )
+from precache.ops.mass import attention_mass
 from precache.ops.merge import merge_attention
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "KeyStrip",
     "UnknownBackendError",
     "ValueStrip",
+    "attention_mass",
     "available_backends",
     "choose_backend",
     "lora_attention",

@@ -15,8 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from precache.adapters.bank import Adapter, AdapterBank
+from precache.adapters.spec import ModelShape
 from precache.cache.layout import StripLayout
+from precache.config import EngineConfig
 from precache.errors import UnknownPolicyError
 
 SHARED = "shared"
@@ -24,10 +28,58 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class StripWrite:
-    """A strip that a pass fills: ``v_lora = X A`` with the A of ``adapter`` and the X of the pass."""
+    """A strip that a pass fills: ``v_lora = X A`` with the A of ``adapter`` and the X of the pass.
+
+    Without an adapter it has no low-rank part: hidden states, or nothing but the record of what ran.
+    """
 
     layout: StripLayout
-    adapter: Adapter
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The rows of a selective pass at the layer where some of them are chosen.
+
+    ``fresh`` are the values (v_proj's output, LoRA included) of the reader's own pass, ``cached`` those in the cache.
+    ``attention`` is how much the last ``Selection.suffix`` rows looked at each, summed over the heads and the layers
+    run before (zeros without a suffix).
+    """
+
+    positions: Tensor  # [rows] int64, ascending
+    fresh: Tensor  # [rows, num_kv_heads * head_dim]
+    cached: Tensor  # [rows, num_kv_heads * head_dim]
+    attention: Tensor  # [rows] float32
+
+
+class Selection(ABC):
+    """Which rows of a pass go on. From ``layer`` on only these run, the layers before run all."""
+
+    layer: int
+    suffix: int = 0
+
+    @abstractmethod
+    def choose(self, candidates: Candidates) -> Tensor:
+        """Ascending indices of the rows that go on, int64."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """The layers ``first`` to ``last`` that a pass over cached tokens runs; of the last one only k and v.
+
+    It starts from the stored hidden states that enter ``first``, from the embeddings if that is 0. ``writes`` are the
+    layers whose k and v it replaces; in the others it attends to what is cached and skips these projections.
+    """
+
+    first: int
+    last: int
+    writes: frozenset[int]
+    selection: Selection | None = None
+
+    def __post_init__(self) -> None:
+        assert self.first <= min(self.writes), "the first layer whose k and v are replaced has run"
+        assert self.last == max(self.writes), "of the last layer nothing but k and v is wanted"
+        assert self.selection is None or self.selection.layer in self.writes
 
 
 @dataclass(frozen=True)
@@ -36,7 +88,8 @@ class PassSpec:
 
     ``adapter`` is active in it (None: the base model). ``folded`` caches the full k and v, the adapter's LoRA included,
     instead of k, v_base and strips. ``reads`` is the key of the strip that its attention reads. A pass with
-    ``writes_base`` False skips the key and value projections and attends to what is cached.
+    ``writes_base`` False skips the key and value projections and attends to what is cached. With a ``group`` only those
+    layers run, and k and v are replaced as it says. ``displaces``: for every other reader the rows count as not run.
     """
 
     adapter: Adapter | None
@@ -44,6 +97,12 @@ class PassSpec:
     writes_base: bool = True
     reads: str | None = None
     strips: tuple[StripWrite, ...] = ()
+    group: LayerGroup | None = None
+    displaces: bool = False
+
+    def writes(self, layer: int) -> bool:
+        """Whether the pass stores k and v of a layer."""
+        return self.writes_base and (self.group is None or layer in self.group.writes)
 
 
 @dataclass(frozen=True)
@@ -68,16 +127,25 @@ class SharingPolicy(ABC):
     schedules: ClassVar[tuple[str, ...]] = ()
     base_is_neutral: ClassVar[bool] = False  # k and v_base do not depend on any adapter
 
-    def __init__(self, schedule: str | None = None) -> None:
+    def __init__(self, schedule: str | None = None, config: EngineConfig | None = None) -> None:
+        """Read the method's settings from ``config`` (None: the defaults). Raises UnknownPolicyError, ConfigError."""
         if schedule is not None and schedule not in self.schedules:
             known = self.schedules or (f"none: {self.name} has no schedule",)
             raise UnknownPolicyError("schedule", schedule, known)
         self.schedule = schedule or (self.schedules[0] if self.schedules else None)
+        self.config = config or EngineConfig()
 
     @property
     def when_idle(self) -> bool:
         """Whether deferred passes wait for a moment when the engine has nothing else to do."""
         return False
+
+    def signature(self, shape: ModelShape) -> str:
+        """What a saved cache must have in common with this policy: its name, and the settings that shape the cache."""
+        return self.name
+
+    def check_model(self, shape: ModelShape) -> None:  # noqa: B027 - most policies work with every model
+        """Raise ConfigError if the method's settings do not fit the model."""
 
     def check(self, adapters: Sequence[Adapter]) -> None:  # noqa: B027 - most policies allow everything
         """Raise PolicyNotAllowedError if the method cannot serve these adapters together."""
@@ -93,7 +161,7 @@ class SharingPolicy(ABC):
     def strips(self, bank: AdapterBank) -> tuple[StripWrite, ...]:
         """All strips that are kept, each once."""
         found: dict[str, StripWrite] = {}
-        for adapter in bank:
+        for adapter in (None, *bank):
             layout = self.strip_of(adapter, bank)
             if layout is not None:
                 found.setdefault(layout.key, StripWrite(layout, adapter))
