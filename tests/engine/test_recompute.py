@@ -16,6 +16,7 @@ from precache import Engine, EngineConfig
 from precache.engine.policies import make_policy
 from precache.engine.policies.profile import RecomputeProfile, load_profile
 from precache.errors import CacheFileError, ConfigError, NonFiniteLogitsError, TurnCancelledError
+from precache.fidelity.cost import CostMeter
 from tests.engine.setup import LAYERS, SHARE, Setup
 from tests.engine.trajectories import (
     CONTROLS,
@@ -237,6 +238,19 @@ def test_flops_are_counted_as_by_hand(llama: Setup) -> None:
     new -= layer_flops(1, 41) - kv_flops(1)
     new += 2 * 2 * HIDDEN * 128  # the head
     assert usage.flops == usage.catch_up_flops + new
+
+
+@pytest.mark.parametrize(
+    "policy", ["droidspeak", "droidspeak-scattered", "cacheblend", "random-tokens"]
+)
+def test_flops_are_those_of_the_products_that_run(llama: Setup, policy: str) -> None:
+    """Against what torch dispatches, counted from outside."""
+    engine = llama.engine(policy)
+    with CostMeter(engine) as meter:
+        play_engine(engine)
+        cost = meter.cost()
+    assert engine.stats().flops == cost.flops
+    assert engine.stats().catch_up_flops > 0
 
 
 def test_passes_over_cached_tokens_are_counted_for_every_policy(llama: Setup) -> None:

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from precache import Engine
 
 DEMO_ROLES = ("plan", "action", "reflect")
-_ENGINE_SETTINGS = ("policy", "schedule", "dtype", "cache_memory", "device")
+_ENGINE_SETTINGS = (
+    "policy",
+    "schedule",
+    "dtype",
+    "cache_memory",
+    "device",
+    "recompute_share",
+    "recompute_profile",
+)
 
 
 def adapter_pair(text: str) -> tuple[str, Path]:
@@ -50,6 +58,23 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model: bool = True) -
     add("--dtype", help="auto, float32, bfloat16 or float16")
     add("--device", help="auto, cpu or cuda")
     add("--cache-memory", metavar="SIZE", help="hard limit of all cached bytes, such as 2GiB")
+    add_recompute_options(group)
+
+
+def add_recompute_options(group: argparse._ActionsContainer) -> None:
+    """Add what droidspeak, cacheblend and relaycaching may replace."""
+    group.add_argument(
+        "--recompute-share",
+        type=float,
+        metavar="SHARE",
+        help="most of the k and v that droidspeak, cacheblend and relaycaching replace (0.3)",
+    )
+    group.add_argument(
+        "--recompute-profile",
+        type=Path,
+        metavar="FILE",
+        help="their layers, as precache compare --profile writes them",
+    )
 
 
 def adapters_from_args(args: argparse.Namespace) -> dict[str, Path]:

@@ -225,6 +225,7 @@ class Forward:
         if first == len(positions):
             return
         k, _ = lane.trajectory.base.read(layer, lane.end)
+        self.work.add_product(q.shape[0] * (len(positions) - first), q.shape[2], lane.end)
         mass = attention_mass(
             q[:, first:],
             k,

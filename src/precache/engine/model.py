@@ -218,7 +218,7 @@ class BackboneModel:
     def _logits(self, hidden_states: Tensor, work: Work) -> Tensor:
         if hidden_states.shape[1] == _NO_ROWS:
             return torch.empty((0, self.shape.vocab_size), device=self.device)
-        work.add_product(*hidden_states.shape[1:], self.shape.vocab_size)
+        work.add_product(hidden_states.shape[1], hidden_states.shape[2], self.shape.vocab_size)
         logits: Tensor = self.head(self.decoder.norm(hidden_states))[0].float()
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap

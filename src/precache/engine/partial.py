@@ -51,7 +51,7 @@ class PartialPass:
         if self._group.selection is not None:
             yield positions
         else:
-            yield from positions.split(self._chunk)
+            yield from torch.split(positions, self._chunk)
 
     @torch.inference_mode()
     def run(self, positions: Tensor) -> None:
@@ -63,7 +63,7 @@ class PartialPass:
             self._finish(lane, self._entering(lane), group.first)
             return
         chosen, hidden_states = self._select(positions, group.selection)
-        for part in torch.arange(len(chosen)).split(self._chunk):
+        for part in torch.split(torch.arange(len(chosen)), self._chunk):
             if len(part):
                 self._before_chunk()
                 self._finish(self._lane(chosen[part]), hidden_states[part], group.selection.layer)
@@ -75,7 +75,7 @@ class PartialPass:
         """
         watch = _watch(positions, selection, self._model.device)
         entering, fresh = [], []
-        for part in positions.split(self._chunk):
+        for part in torch.split(positions, self._chunk):
             self._before_chunk()
             lane = self._lane(part, watch)
             layers = range(self._group.first, selection.layer)
