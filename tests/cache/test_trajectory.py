@@ -124,7 +124,7 @@ def test_a_strip_knows_its_gaps() -> None:
 def test_private_rows_start_where_the_turn_starts() -> None:
     trajectory = filled(5)
     private = trajectory.open_private(8)
-    private.write(0, 5, torch.ones(2, 2, 4), torch.zeros(2, 2, 4))
+    private.write(0, slice(5, 7), torch.ones(2, 2, 4), torch.zeros(2, 2, 4))
     k, v = private.read(0, 7)
     assert k.shape == (2, 2, 4)
     assert bool((k == 1).all())
