@@ -48,7 +48,7 @@ RULES = {
         "torch numpy safetensors transformers tokenizers peft tqdm",
     ),
     "bench": Rule(
-        "public bench tasks engine cache adapters config request errors",
+        "public bench tasks ops engine cache adapters config request errors",
         "torch numpy safetensors transformers peft tqdm",
     ),
     "fidelity": Rule(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
 from precache.bench.player import Run
+from precache.bench.spread import Spread, spread_of
 from precache.bench.trace import Trace
 
 STOCK = "stock-peft"
@@ -19,15 +19,6 @@ class RowKey(NamedTuple):
 
     policy: str
     schedule: str | None = None
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, smallest and largest of the repeats."""
-
-    median: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ def _row(key: RowKey, chunk: int, trace: Trace, runs: Mapping[RowKey, Sequence[R
         "neutral_s": lambda run: run.work.neutral_s,
         "neutral_wait_s": lambda run: run.work.neutral_wait_s,
     }
-    spread = {name: _spread([figure(run) for run in own]) for name, figure in figures.items()}
+    spread = {name: spread_of([figure(run) for run in own]) for name, figure in figures.items()}
     references = {other.policy: runs[other] for other in runs if other.policy in REFERENCES}
     work = own[0].work
 
@@ -132,13 +123,9 @@ def _decode_speed(run: Run) -> float:
     return run.decoded / run.decode_s if run.decode_s else 0.0
 
 
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(median(values), min(values), max(values))
-
-
 def _ratio(figure: Callable[[Run], float], own: Sequence[Run], other: Sequence[Run]) -> Spread:
     """This row over the other one, each repeat with its own neighbour in time."""
-    return _spread([figure(a) / figure(b) for a, b in zip(own, other, strict=True)])
+    return spread_of([figure(a) / figure(b) for a, b in zip(own, other, strict=True)])
 
 
 def _agreement(own: Sequence[Run], other: Sequence[Run] | None) -> float | None:

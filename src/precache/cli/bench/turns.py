@@ -15,7 +15,8 @@ from precache.cli.options import adapter_pair, adapters_from_args, quiet_in_pipe
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from precache.bench.summary import Row, RowKey, Spread
+    from precache.bench.spread import Spread
+    from precache.bench.summary import Row, RowKey
     from precache.bench.turns import TurnsConfig, TurnsReport
 
 _STOCK = "stock-peft"
