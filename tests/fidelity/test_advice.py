@@ -30,7 +30,7 @@ def advice_on(kls: Kls, role: str = "all") -> Advice:
                 }
                 for pair in pairs
             ),
-            tuple(Cost(1, COSTS[policy], 1) for _ in pairs),
+            tuple(Cost(1, COSTS[policy], 0, 1) for _ in pairs),
         )
         for policy, pairs in {"nonshared": [(0.0, 0.0)] * count, **kls}.items()
     }

@@ -120,12 +120,36 @@ def test_a_calibration_is_written(
     setup: Setup, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "corrections.safetensors"
-    assert compare(setup, runs, "--calibrate", str(path), "--rank", "3", "--json") == 0
+    options = ["--calibrate", "--out", str(path), "--rank", "3", "--json"]
+    assert compare(setup, runs, *options) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert path.is_file()
     assert (found["rank"], found["ridge"]) == (3, 0.01)
     assert set(found["explained"]) == set(AGENTS)
     assert all(0 < share < 1 for share in found["explained"].values())
+
+
+def test_a_profile_is_written_and_read(
+    setup: Setup, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "layers.json"
+    names = ["droidspeak", "droidspeak-scattered"]
+    options = ["--recompute-share", "0.5", "--limit", "1"]
+    profile = ["--profile", ",".join(names), "--out", str(path)]
+    assert compare(setup, runs, *options, *profile, "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {name: len(layers) for name, layers in found["layers"].items()} == dict.fromkeys(
+        names, 2
+    )
+    written = json.loads(path.read_text())["policies"]
+    assert {name: written[name]["layers"] for name in names} == found["layers"]
+
+    chosen = ["--policies", "droidspeak", "--recompute-profile", str(path), "--json"]
+    assert compare(setup, runs, *options, *chosen) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    measured = min(kl for _, kl in json.loads(path.read_text())["made_by"]["kl"]["droidspeak"])
+    (row,) = [row for row in rows if (row["policy"], row["role"]) == ("droidspeak", "all")]
+    assert row["kl"] == pytest.approx(measured, rel=1e-6)
 
 
 def _as_xml(page: str) -> str:
@@ -156,10 +180,12 @@ def test_a_split_by_question(
         (["--policies", "baselrshared"], "policy 'baselrshared' is not allowed"),
         (["--limit", "0"], "--limit: got 0"),
         (["--rank", "4"], "--rank: got '4', allowed is given with --calibrate"),
-        (
-            ["--calibrate", "x", "--layers"],
-            "--layers: got 'True', allowed is none with --calibrate",
-        ),
+        (["--stride", "2"], "--stride: got '2', allowed is given with --profile"),
+        (["--out", "x"], "--out: got 'x', allowed is given with --profile or --calibrate"),
+        (["--calibrate", "--out", "x", "--layers"], "--layers: got 'True', allowed is given when"),
+        (["--calibrate"], "--out: got None"),
+        (["--calibrate", "--profile", "droidspeak"], "either --profile or --calibrate"),
+        (["--profile", "nonshared", "--out", "x"], "--profile: got 'nonshared'"),
         (["--html", "/no/such/folder/report.html"], "--html: got"),
         (["--adapter", "plan=x"], "--adapter: got 'plan'"),
     ],

@@ -124,15 +124,27 @@ def flops_of_fullshared(recording: Recording) -> int:
     return total
 
 
+def flops_of_reading_strips(recording: Recording) -> int:
+    """P z for every key seen, then times B, in every head: all rows but the last layer's without logits."""
+    total, done = 0, 0
+    for turn in recording.turns:
+        for position in range(done, turn.end - 1):
+            layers = LAYERS - 1 + (position >= turn.start - 1)
+            total += layers * HEADS * 2 * RANK * (position + 1 + HEAD_DIM)
+        done = turn.end - 1
+    return total
+
+
 def test_flops_are_counted(comparison: Comparison, recordings: list[Recording]) -> None:
     costs = {row.policy: row for row in Summary(comparison).costs()}
     expected = sum(flops_of_fullshared(recording) for recording in recordings)
     assert costs["fullshared"].flops == expected
-    # prelrshared: v is not folded (no A and B of one adapter), and X A of all three is stored
+    # prelrshared: v is not folded (no A and B of one adapter), X A of all three is stored, and the strip is read
     rows = LAYERS * sum(recording.num_run for recording in recordings)
     strips = 2 * HIDDEN * 3 * RANK
     folded = 2 * RANK * (HIDDEN + KV_HEADS * HEAD_DIM)
-    assert costs["prelrshared"].flops == expected + rows * (strips - folded)
+    reading = sum(flops_of_reading_strips(recording) for recording in recordings)
+    assert costs["prelrshared"].flops == expected + rows * (strips - folded) + reading
 
 
 def test_tokens_run_and_recomputed(comparison: Comparison, recordings: list[Recording]) -> None:
@@ -149,8 +161,20 @@ def test_tokens_run_and_recomputed(comparison: Comparison, recordings: list[Reco
     assert costs["rebaseshared"].tokens_recomputed == needed
     assert costs["prelrshared"].tokens_recomputed == 0
     assert costs["nonshared"].flops_ratio == 1.0
+    assert {row.kv_refreshed for row in costs.values()} == {0.0}
     assert costs["fullshared"].cache_bytes < costs["prelrshared"].cache_bytes
     assert costs["prelrshared"].cache_bytes_ratio < 0.6
+
+
+def test_replaced_keys_and_values_are_counted_in_tokens(
+    setup: Setup, recordings: list[Recording]
+) -> None:
+    with setup.engine(recompute_share=0.5) as engine:
+        found = compare(engine, recordings[:1], ["droidspeak"])
+    (row,) = [row for row in Summary(found).costs() if row.policy == "droidspeak"]
+    # two of four layers, for what others ran before action's, reflect's and plan's first and next turns
+    new_to = {"action": [21, 40 - 26], "reflect": [26], "plan": [15]}
+    assert row.kv_refreshed == sum(sum(tokens) for tokens in new_to.values()) / 2
 
 
 # -- mistakes ------------------------------------------------------------------------------------

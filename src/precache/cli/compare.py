@@ -12,9 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from precache.cli.fitting import (
+    add_fitting_options,
+    check_fitting,
+    check_writable,
+    fit,
+    is_fitting,
+)
 from precache.cli.options import (
     adapter_pair,
     adapters_from_args,
+    add_recompute_options,
     demo_adapters,
     engine_settings,
     quiet_in_pipes,
@@ -28,12 +36,15 @@ if TYPE_CHECKING:
     from precache.fidelity.report import Report
 
 SPLITS = ("all", "heldout", "train")
+# Those that share without recomputing a part; the others by name.
+_DEFAULT_POLICIES = ("fullshared", "baseshared", "baselrshared", "prelrshared", "rebaseshared")
 _GROWTH_TOKENS = 64  # the cache grows in small steps, so that its bytes say what a trajectory needs
 
 _EXAMPLE = """examples:
   precache compare smollm2 --adapter plan=adapters/plan --adapter action=adapters/action --trajectories runs.jsonl
   precache compare smollm2 --trajectories role_trajectories --split heldout --layers --html report.html
-  precache compare smollm2 --trajectories role_trajectories --split train --calibrate corrections.safetensors
+  precache compare smollm2 --trajectories role_trajectories --split train --calibrate --out corrections.safetensors
+  precache compare smollm2 --trajectories role_trajectories --split train --profile droidspeak --out layers.json
 
 --trajectories is a JSONL file of
   {"question_id": "q1", "segments": [{"role": null, "text": "Question: ..."}, {"role": "plan", "text": " I ..."}]}
@@ -66,7 +77,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--task", choices=sorted(TASKS), default="scienceqa", help="of a folder (%(default)s)")
     add("--split", choices=SPLITS, default="all", help="by question, as in training (%(default)s)")
     add("--limit", type=int, metavar="N", help="the first N trajectories only")
-    add("--policies", metavar="NAME,NAME", help="default: all that these adapters allow")
+    add(
+        "--policies",
+        metavar="NAME,NAME",
+        help=f"default: {','.join(_DEFAULT_POLICIES)}, where the adapters allow them",
+    )
     add(
         "--layers", action="store_true", help="also the errors of every layer, by writer and reader"
     )
@@ -76,22 +91,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="write a report with figures; one file, no network",
     )
-    fit = parser.add_argument_group("fitting the policy calibrated, instead of comparing")
-    fit.add_argument(
-        "--calibrate", type=Path, metavar="FILE", help="fit corrections and write them"
-    )
-    fit.add_argument("--rank", type=int, help="numbers a token, layer and reader (default: 16)")
-    fit.add_argument("--ridge", type=float, help="relative to X (default: 0.01)")
+    add_fitting_options(parser)
     add("--seed", type=int, default=0, help="of the bootstrap (default %(default)s)")
     add("--dtype", help="auto, float32, bfloat16 or float16")
     add("--device", help="auto, cpu or cuda")
     add("--cache-memory", metavar="SIZE", help="hard limit of a policy's cached bytes")
+    add_recompute_options(parser)
     add("--json", action="store_true", help="one JSON object as the last line")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay, compare and print, or fit a calibration. Options are checked before the model is loaded."""
+    """Replay, compare and print, or write a file for the engine. Options are checked before the model is loaded."""
     _check_options(args)
     policies = _asked_policies(args.policies)
     adapters = adapters_from_args(args)
@@ -110,8 +121,8 @@ def run(args: argparse.Namespace) -> int:
             Engine.load(args.model, adapters=adapters, policy="nonshared", **settings)
         )
         recordings = [record(trajectory, engine.encode) for trajectory in trajectories]
-        if args.calibrate is not None:
-            return _calibrate(args, engine, recordings)
+        if is_fitting(args):
+            return fit(args, engine, recordings, partial(_progress, label="fit"))
         report = _compare(args, engine, recordings, policies, facts)
     return _show(args, report)
 
@@ -119,21 +130,12 @@ def run(args: argparse.Namespace) -> int:
 def _check_options(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise ConfigError("--limit", args.limit, "an integer from 1")
-    for option, path in (("--html", args.html), ("--calibrate", args.calibrate)):
-        # Refused now, not at the end of a long run.
-        if path is not None and (not path.absolute().parent.is_dir() or path.is_dir()):
-            raise ConfigError(option, str(path), "a file in a folder that exists")
-    if args.html is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--html", "matplotlib is not installed", 'pip install "precache[compare]"'
-        )
-    fitting = {"--rank": args.rank, "--ridge": args.ridge}
-    comparing = {"--policies": args.policies, "--html": args.html, "--layers": args.layers or None}
-    unused = fitting if args.calibrate is None else comparing
-    for option, value in unused.items():
-        if value is not None:
-            allowed = "given with --calibrate" if unused is fitting else "none with --calibrate"
-            raise ConfigError(option, str(value), allowed)
+    check_fitting(args)
+    if args.html is not None:
+        check_writable("--html", args.html)
+        if importlib.util.find_spec("matplotlib") is None:
+            allowed = 'pip install "precache[compare]"'
+            raise ConfigError("--html", "matplotlib is not installed", allowed)
 
 
 def _compare(
@@ -150,7 +152,7 @@ def _compare(
     from precache.fidelity.summary import Summary
 
     refused = {} if policies else _refused(engine)
-    policies = policies or [name for name in _known_policies() if name not in refused]
+    policies = policies or [name for name in _DEFAULT_POLICIES if name not in refused]
     summary = Summary(compare(engine, recordings, policies, progress=_progress), args.seed)
     layers = partial(_progress, label="layers")
     picture = layer_picture(engine, recordings, layers, args.seed) if args.layers else None
@@ -169,27 +171,6 @@ def _show(args: argparse.Namespace, report: Report) -> int:
         print(f"report: {args.html}")
     if args.json:
         print(json.dumps(as_json(report)))
-    return 0
-
-
-def _calibrate(args: argparse.Namespace, engine: Engine, recordings: Sequence[Recording]) -> int:
-    """Fit the corrections of `calibrated` and write them."""
-    from precache.fidelity.calibrate import CalibrationConfig, calibrate
-
-    given = {"rank": args.rank, "ridge": args.ridge}
-    config = CalibrationConfig(**{name: x for name, x in given.items() if x is not None})
-    found = calibrate(engine, recordings, config, partial(_progress, label="calibrate"))
-    found.save(args.calibrate, engine)
-    readers = engine.bank.names
-    explained = {name: found.explained(name) for name in readers}
-    print(f"{args.calibrate}: rank {found.rank}, fitted on {found.tokens} tokens of text")
-    for name, share in explained.items():
-        print(
-            f"{name}: {share:.1%} of what it misses in other agents' rows is predicted, on this text"
-        )
-    if args.json:
-        values = {"file": str(args.calibrate), "rank": found.rank, "ridge": config.ridge}
-        print(json.dumps({**values, "tokens": found.tokens, "explained": explained}))
     return 0
 
 
@@ -229,9 +210,9 @@ def _asked_policies(text: str | None) -> list[str]:
 
 
 def _refused(engine: Engine) -> dict[str, str]:
-    """The policies that these adapters do not allow, with the reason."""
+    """The default policies that these adapters do not allow, with the reason."""
     refused = {}
-    for name in _known_policies():
+    for name in _DEFAULT_POLICIES:
         try:
             engine.with_policy(name).close()
         except PolicyNotAllowedError as error:

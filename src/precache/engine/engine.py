@@ -103,12 +103,13 @@ class Engine:
             raise
         return engine
 
-    def with_policy(self, policy: str, schedule: str | None = None) -> Engine:
+    def with_policy(self, policy: str, schedule: str | None = None, **settings: Any) -> Engine:
         """Another engine with the same model and adapters, its own empty cache and another policy.
 
-        Model and adapters are shared, not loaded again. Raises UnknownPolicyError and PolicyNotAllowedError.
+        Model and adapters are shared, not loaded again. ``settings`` replace other fields of the EngineConfig, those of
+        policies and budgets. Raises ConfigError, UnknownPolicyError and PolicyNotAllowedError.
         """
-        config = replace(self.config, policy=policy, schedule=schedule)
+        config = replace(self.config, policy=policy, schedule=schedule, **settings)
         engine = Engine(self.model, self.tokenizer, config)
         try:
             engine.bank.take(self.bank, admit=engine._check_adapters)

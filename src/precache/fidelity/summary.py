@@ -44,13 +44,15 @@ class CostRow:
     """One policy's work over all trajectories, and the bytes cached at the end of one, on average.
 
     ``tokens_run`` are passes of a token through the whole model (layers count in part), ``tokens_recomputed`` those
-    beyond the first of each token. The ratios are over ``nonshared``.
+    beyond the first of each token. ``kv_refreshed`` are tokens whose cached k and v a reader replaced by its own, in
+    all layers (again in part). The ratios are over ``nonshared``.
     """
 
     policy: str
     tokens: int
     tokens_run: float
     tokens_recomputed: float
+    kv_refreshed: float
     flops: int
     flops_ratio: float
     cache_bytes: float
@@ -120,6 +122,7 @@ class Summary:
             tokens=needed,
             tokens_run=tokens_run,
             tokens_recomputed=tokens_run - needed,
+            kv_refreshed=total.refreshed / comparison.num_layers,
             flops=total.flops,
             flops_ratio=total.flops / exact.flops,
             cache_bytes=total.cache_bytes / len(comparison.recordings),

@@ -20,11 +20,11 @@ def as_text(report: Report) -> str:
         "intervals over trajectories.",
         "KL(nonshared || policy) and the NLL of the recorded text in nats per token said, by the role that reads.",
         "",
-        f"{'policy':<13} {'role':<10} {'tokens':>6}  {'KL':<24} {'top-1':<22} {'NLL':<24} {'max |dlogit|'}",
+        f"{'policy':<20} {'role':<10} {'tokens':>6}  {'KL':<24} {'top-1':<22} {'NLL':<24} {'max |dlogit|'}",
         *(_fidelity_line(row) for row in summary.rows()),
         "",
-        f"{'policy':<13} {'tokens run':>10} {'recomputed':>10} {'GFLOPs':>8} {'/nonshared':>10} {'cache MB':>8} "
-        f"{'/nonshared':>10}",
+        f"{'policy':<20} {'tokens run':>10} {'recomputed':>10} {'k, v replaced':>13} {'GFLOPs':>8} "
+        f"{'/nonshared':>10} {'cache MB':>8} {'/nonshared':>10}",
         *(_cost_line(row) for row in summary.costs()),
         "",
         *(_layer_lines(report.picture, summary) if report.picture else ()),
@@ -60,13 +60,13 @@ def _fidelity_line(row: FidelityRow) -> str:
     top1 = Interval(row.top1_agreement, row.top1_agreement_low, row.top1_agreement_high)
     largest = Interval(row.max_dlogit, row.max_dlogit_low, row.max_dlogit_high)
     return (
-        f"{row.policy:<13} {row.role:<10} {row.tokens:>6}  {kl!s:<24} {top1.rounded(3):<22} "
+        f"{row.policy:<20} {row.role:<10} {row.tokens:>6}  {kl!s:<24} {top1.rounded(3):<22} "
         f"{nll.rounded(3):<24} {largest.rounded(2)}"
     )
 
 
 def _cost_line(row: CostRow) -> str:
     return (
-        f"{row.policy:<13} {row.tokens_run:>10.0f} {row.tokens_recomputed:>10.0f} {row.flops / 1e9:>8.0f} "
-        f"{row.flops_ratio:>10.3f} {row.cache_bytes / 1e6:>8.2f} {row.cache_bytes_ratio:>10.3f}"
+        f"{row.policy:<20} {row.tokens_run:>10.0f} {row.tokens_recomputed:>10.0f} {row.kv_refreshed:>13.0f} "
+        f"{row.flops / 1e9:>8.0f} {row.flops_ratio:>10.3f} {row.cache_bytes / 1e6:>8.2f} {row.cache_bytes_ratio:>10.3f}"
     )
