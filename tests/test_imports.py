@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 ENGINE = "engine config request chat ops cache adapters errors"
 CLI = (
     "public cli demo bench fidelity agents server training tasks "
-    "engine adapters config request chat errors"
+    "engine adapters config request chat errors vllm_plugin.launch"
 )
 RULES = {
     "": Rule("config errors request engine.engine"),

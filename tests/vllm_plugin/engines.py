@@ -77,6 +77,8 @@ class PagedEngine:
             name: LoRARequest(name, number, str(path))
             for number, (name, path) in enumerate(adapters.items(), start=1)
         }
+        self.policy = policy
+        self.num_preemptions = 0
         if preload:
             for request in self.requests.values():
                 self.llm.llm_engine.add_lora(request)
@@ -84,6 +86,17 @@ class PagedEngine:
     @property
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def count_preemptions(self) -> None:
+        """Count them in `num_preemptions` from here on."""
+        scheduler: Any = self.scheduler
+        preempt = scheduler._preempt_request
+
+        def counting(*args: Any, **kwargs: Any) -> None:
+            self.num_preemptions += 1
+            preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counting
 
     def say(self, turns: Sequence[tuple[str, Sequence[int], int]]) -> list[Said]:
         """Run turns (agent, prompt, output tokens) together, greedily."""

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # on a machine where anything else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        args = build_parser(argv).parse_args(argv)
+        args = parse_args(argv)
         status: int = args.func(args)
         sys.stdout.flush()
     except PrecacheError as error:
@@ -82,6 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line. ``passed_on`` are the arguments of `serve` after ``--``, which are another program's."""
+    passed_on: list[str] = []
+    if "serve" in argv[:1] and "--" in argv:
+        cut = list(argv).index("--")
+        argv, passed_on = argv[:cut], list(argv[cut + 1 :])
+    args = build_parser(argv).parse_args(argv)
+    args.passed_on = passed_on
+    return args
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:

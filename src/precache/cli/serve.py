@@ -27,6 +27,7 @@ _PACKAGES = ("fastapi", "uvicorn", "llguidance", "prometheus_client")
 
 _EXAMPLE = """examples:
   precache serve smollm2 --adapter plan=adapters/plan --adapter action=adapters/action
+  precache serve smollm2 --engine vllm --policy rebaseshared --adapter plan=adapters/plan -- --max-num-seqs 8
   PRECACHE_API_KEY=... precache serve smollm2 --host 0.0.0.0 --adapter plan=adapters/plan
 
 Every adapter is a model name, and so is the base model. http://127.0.0.1:8000/ shows the cache at work.
@@ -47,7 +48,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--engine",
         choices=("transformers", "vllm"),
         default="transformers",
-        help="what runs the model (default: transformers)",
+        help="what runs the model (default: transformers); vllm: its own server, further flags of it after --",
+    )
+    parser.add_argument(
+        "--print-command", action="store_true", help="with --engine vllm: print its command and end"
     )
     add_engine_options(parser)
     _add_server_options(parser)
@@ -76,9 +80,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Everything is checked before the model is loaded."""
     if args.engine == "vllm":
-        raise ConfigError(
-            "--engine", "vllm", "transformers; handing over to vLLM is not in this version"
-        )
+        from precache.cli import serve_vllm
+
+        return serve_vllm.run(args, _api_keys(args))
+    if args.passed_on or args.print_command:
+        raise ConfigError("arguments after --, --print-command", "given", "with --engine vllm only")
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -115,12 +121,17 @@ def settings_from_args(args: argparse.Namespace) -> ServerSettings:
         "shutdown_grace_s": args.shutdown_grace,
         "admin_key": args.admin_key or os.environ.get(ADMIN_KEY_VARIABLE),
     }
-    env_keys = [key for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key]
     return ServerSettings(
         base_name=args.served_model_name or _base_name(args.model),
-        api_keys=tuple(args.api_key or env_keys),
+        api_keys=tuple(_api_keys(args)),
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _api_keys(args: argparse.Namespace) -> list[str]:
+    in_environment = os.environ.get(API_KEY_VARIABLE, "").split(",")
+    keys: list[str] = args.api_key or [key for key in in_environment if key]
+    return keys
 
 
 def _base_name(model: str) -> str:

@@ -1,0 +1,76 @@
+"""`precache serve --engine vllm`: checks the options, prints vLLM's own command, and becomes it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+from typing import Any
+
+from precache.cli.options import adapters_from_args
+from precache.errors import ConfigError
+
+# Options of the embedded server, and what to use in their place.
+_NOT_HERE = {
+    "admin_key": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and a key",
+    "adapter_root": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; vLLM has no such limit",
+    "max_queue": "vLLM's own flags after --",
+    "request_timeout": "vLLM's own flags after --",
+    "shutdown_grace": "-- --shutdown-timeout SECONDS",
+    "device": "a vLLM that was built for the device",
+}
+
+
+def run(args: argparse.Namespace, api_keys: list[str]) -> int:
+    """Replace this process by vLLM's server, or only print its command. Raises PrecacheError before."""
+    command = command_from_args(args, api_keys)
+    print(shlex.join(command), flush=True)
+    if args.print_command:
+        return 0
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "--engine",
+            "vllm, which is not installed",
+            "pip install 'precache[vllm]', see docs/vllm.md",
+        )
+    environment = dict(os.environ)
+    if api_keys:
+        environment["VLLM_API_KEY"] = api_keys[
+            0
+        ]  # not in the arguments: those show in the list of processes
+    os.execve(command[0], command, environment)
+
+
+def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str]:
+    """vLLM's command line. Raises ConfigError for every option that vLLM's server has no counterpart of."""
+    from precache.config import parse_size
+    from precache.engine.checkpoints import resolve_model
+    from precache.server.settings import is_loopback
+    from precache.vllm_plugin.launch import Launch, vllm_command
+
+    for name, instead in _NOT_HERE.items():
+        if getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(option, getattr(args, name), f"with --engine vllm: {instead}")
+    if args.schedule not in (None, "double-batch"):
+        raise ConfigError("--schedule", args.schedule, "double-batch with --engine vllm")
+    if len(api_keys) > 1:
+        raise ConfigError("--api-key", f"{len(api_keys)} keys", "one with --engine vllm")
+    host = args.host or Launch.host
+    if not api_keys and not is_loopback(host):
+        raise ConfigError("--host", host, "a loopback address unless an API key is set")
+    given: dict[str, Any] = {"policy": args.policy, "port": args.port}
+    return vllm_command(
+        Launch(
+            model=resolve_model(args.model),
+            adapters=adapters_from_args(args),
+            served_name=args.served_model_name or args.model,
+            host=host,
+            dtype=args.dtype,
+            max_model_len=args.context_window,
+            cache_bytes=None if args.cache_memory is None else parse_size(args.cache_memory),
+            extra=tuple(args.passed_on),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    )
