@@ -41,7 +41,8 @@ def vllm_command(launch: Launch) -> list[str]:
     policy = find_policy(launch.policy)
     if not launch.adapters:
         raise ConfigError("--adapter", "none", "at least one NAME=FOLDER with --engine vllm")
-    rank, targets = 0, set()
+    rank = 0
+    targets: set[str] = set()
     for name, path in launch.adapters.items():
         own_rank, own_targets = _shape_of(path)
         if policy.strips and "k_proj" in own_targets:
