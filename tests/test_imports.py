@@ -48,7 +48,8 @@ RULES = {
         "torch numpy safetensors transformers tokenizers peft tqdm",
     ),
     "bench": Rule(
-        "public bench tasks ops engine cache adapters config request errors",
+        "public bench tasks ops engine cache adapters config request errors "
+        "vllm_plugin.launch vllm_plugin.settings",
         "torch numpy safetensors transformers peft tqdm",
     ),
     "fidelity": Rule(

@@ -26,7 +26,7 @@ class Launch:
 
     model: str
     adapters: Mapping[str, Path]
-    policy: str = "prelrshared"
+    policy: str | None = "prelrshared"  # None: vLLM as it is
     served_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -38,20 +38,20 @@ class Launch:
 
 def vllm_command(launch: Launch) -> list[str]:
     """The program and its arguments. Raises PrecacheError for adapters or policies that cannot be served."""
-    policy = find_policy(launch.policy)
+    strips = launch.policy is not None and find_policy(launch.policy).strips
     if not launch.adapters:
         raise ConfigError("--adapter", "none", "at least one NAME=FOLDER with --engine vllm")
     rank = 0
     targets: set[str] = set()
     for name, path in launch.adapters.items():
         own_rank, own_targets = _shape_of(path)
-        if policy.strips and "k_proj" in own_targets:
+        if strips and "k_proj" in own_targets:
             raise PolicyNotAllowedError(
-                policy.name,
+                str(launch.policy),
                 f"adapter {name!r} has LoRA on k_proj, and the vLLM plugin shares keys as they are",
             )
         rank, targets = max(rank, own_rank), targets | own_targets
-    if policy.strips:
+    if strips:
         targets |= {"q_proj", "v_proj"}  # the layer that computes strips replaces their projection
     return [sys.executable, "-m", SERVER_MODULE, *_arguments(launch, rank, sorted(targets))]
 
@@ -71,9 +71,15 @@ def _arguments(launch: Launch, rank: int, targets: Sequence[str]) -> list[str]:
         *("--lora-modules", *(f"{name}={path}" for name, path in launch.adapters.items())),
         *("--block-size", str(BLOCK_SIZE), "--enable-prefix-caching"),
         "--enable-prompt-tokens-details",
-        *("--additional-config", json.dumps({CONFIG_KEY: {"policy": launch.policy}})),
+        *_ask_for(launch.policy),
         *launch.extra,
     ]
+
+
+def _ask_for(policy: str | None) -> list[str]:
+    if policy is None:
+        return []
+    return ["--additional-config", json.dumps({CONFIG_KEY: {"policy": policy}})]
 
 
 def _shape_of(path: Path) -> tuple[int, set[str]]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from precache.cli.bench import attention, memory, turns
+from precache.cli.bench import attention, memory, serving, turns
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command `bench`."""
     parser = subparsers.add_parser(
         "bench",
-        help="time to first token, throughput, memory and attention on this machine",
+        help="time to first token, throughput, memory, attention and serving on this machine",
         description="Measure this machine, or count what a model's cache takes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     benches = parser.add_subparsers(
         title="benchmarks", dest="bench", metavar="BENCHMARK", required=True
     )
-    for bench in (turns, attention, memory):
+    for bench in (turns, attention, memory, serving):
         bench.add_parser(benches)
