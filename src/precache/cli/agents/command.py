@@ -100,9 +100,10 @@ def run(args: argparse.Namespace) -> int:
     players.check(args)
     policies = players.policies(args)
     items = inputs.recorded(args) if args.mode == "forced" else inputs.questions(args)
+    settings = inputs.settings(args, workflow)
     with ExitStack() as stack:
         out = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
-        results = stack.enter_context(ResultsFile(out, inputs.settings(args, workflow)))
+        results = stack.enter_context(ResultsFile(out, settings))
         try:
             for policy, client in players.clients(args, workflow, policies, stack):
                 played = players.episodes(args, workflow, policy, client, items, results)
@@ -114,5 +115,5 @@ def run(args: argparse.Namespace) -> int:
                 f"{error}\n{len(results.done)} finished episodes are in {out}; "
                 "the same command goes on from there"
             ) from error
-        output.report(list(results.done.values()), as_json=args.json)
+        output.report(list(results.done.values()), settings, as_json=args.json)
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,10 @@ def _line(result: EpisodeResult) -> str:
     return f"{key.policy} {key.level} {key.question_id}: {said}, {result.seconds:.1f} s"
 
 
-def report(results: Sequence[EpisodeResult], *, as_json: bool) -> None:
-    """Print the tables of both modes, as far as there are results of them."""
+def report(
+    results: Sequence[EpisodeResult], settings: Mapping[str, Any], *, as_json: bool
+) -> None:
+    """Print the tables of both modes, as far as there are results of them; the JSON names the settings too."""
     from precache.agents.report import forced_rows, natural_rows
     from precache.agents.tables import format_forced, format_natural
 
@@ -43,7 +45,7 @@ def report(results: Sequence[EpisodeResult], *, as_json: bool) -> None:
         print("\n" + format_forced(forced))
     if as_json:
         rows = {"rows": [_row(row) for row in natural], "forced": [_row(r) for r in forced]}
-        print(json.dumps(rows))
+        print(json.dumps({"settings": settings, **rows}))
 
 
 def _row(row: Any) -> dict[str, Any]:
