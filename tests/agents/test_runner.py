@@ -113,7 +113,15 @@ def test_std_is_over_repeats(tmp_path: Path) -> None:
     (row,) = natural_rows(results)
     assert row.scores["em"].mean == pytest.approx(0.5)
     assert row.scores["em"].std == pytest.approx(0.5**0.5)
-    assert row.scores["em"].low == row.scores["em"].high == 0.5  # every question: right, then wrong
+
+
+def test_questions_that_all_score_alike_prove_little() -> None:
+    none = estimate([[0.0]] * 30, span=(0, 1))
+    assert (none.mean, none.low) == (0, 0)
+    assert none.high == pytest.approx(0.1157, abs=1e-3)  # Clopper-Pearson for 0 of 30
+    drop = estimate([[0.0]] * 30, span=(-1, 1))
+    assert (drop.low, drop.high) == (-none.high, none.high)
+    assert estimate([[3.0]] * 30).high == 3
 
 
 def test_the_interval_covers_the_mean_and_shrinks() -> None:

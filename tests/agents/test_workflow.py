@@ -75,8 +75,10 @@ def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
     del data["header"]
     with pytest.raises(WorkflowError, match=r"needs \['header'\]"):
         parse_workflow(data)
-    with pytest.raises(WorkflowError, match="workflow nothing: .* cannot be read"):
+    with pytest.raises(WorkflowError, match="got 'nothing', expected a .yaml file or one of .*hot"):
         load_workflow("nothing")
+    with pytest.raises(WorkflowError, match="workflow nothing.yaml: .* cannot be read"):
+        load_workflow("nothing.yaml")
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(WorkflowError, match="is not YAML"):
         load_workflow(tmp_path / "bad.yaml")

@@ -97,7 +97,7 @@ def _natural_row(key: tuple[str, str], group: _Group, reference: _Group | None) 
         policy=key[0],
         level=key[1],
         episodes=len(group),
-        scores={name: _estimate(group, score) for name, score in scores.items()},
+        scores=_estimates(group, scores),
         drops=_drops(group, reference, scores, key[0]),
         steps=_mean([episode["steps"] for episode in episodes]),
         turns=_mean([len(episode["turns"]) for episode in episodes]),
@@ -119,7 +119,7 @@ def _forced_row(key: tuple[str, str], group: _Group, reference: _Group | None) -
     logprobs = {"nll": _share("nll", "tokens"), "top1": _share("top1", "tokens")}
     known = all(_total(result, "tokens") for result in group.values())
     measured = shares | logprobs if known else shares
-    estimates = {name: _estimate(group, score) for name, score in measured.items()}
+    estimates = _estimates(group, measured)
     turns = sum(_total(result, "turns") for result in group.values())
     return ForcedRow(
         policy=key[0],
@@ -135,6 +135,14 @@ def _forced_row(key: tuple[str, str], group: _Group, reference: _Group | None) -
 
 
 _Score = Callable[[EpisodeResult], float]
+_Span = tuple[float, float] | None
+
+
+def _span(name: str, *, drop: bool) -> _Span:
+    """What a score, or a drop of it, can be at all. A log-probability has no such bounds."""
+    if name == "nll":
+        return None
+    return (-1.0, 1.0) if drop else (0.0, 1.0)
 
 
 def _score(name: str) -> _Score:
@@ -157,22 +165,30 @@ def _drops(
     if reference is None or policy == REFERENCE or not common:
         return {}
     return {
-        name: _estimate_values({k: score(reference[k]) - score(group[k]) for k in common})
+        name: _estimate(
+            {key: score(reference[key]) - score(group[key]) for key in common},
+            _span(name, drop=True),
+        )
         for name, score in scores.items()
     }
 
 
-def _estimate(group: _Group, score: _Score) -> Estimate:
-    return _estimate_values({key: score(result) for key, result in group.items()})
+def _estimates(group: _Group, scores: Mapping[str, _Score]) -> dict[str, Estimate]:
+    return {
+        name: _estimate(
+            {key: score(result) for key, result in group.items()}, _span(name, drop=False)
+        )
+        for name, score in scores.items()
+    }
 
 
-def _estimate_values(values: Mapping[EpisodeKey, float]) -> Estimate:
+def _estimate(values: Mapping[EpisodeKey, float], span: _Span) -> Estimate:
     """Estimate over questions; those that have not all their repeats yet count by the first ones."""
     table: dict[tuple[str, str], list[float]] = defaultdict(list)
     for key, value in sorted(values.items(), key=lambda item: item[0].repeat):
         table[key.level, key.question_id].append(value)
     repeats = min(len(row) for row in table.values())
-    return estimate([row[:repeats] for row in table.values()])
+    return estimate([row[:repeats] for row in table.values()], span)
 
 
 def _length(episodes: Sequence[Mapping[str, Any]]) -> float | None:

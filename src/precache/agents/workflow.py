@@ -120,7 +120,7 @@ def load_workflow(source: str | Path) -> Workflow:
     """
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
-        path = Path(str(files("precache.agents") / "workflows" / f"{source}.yaml"))
+        path = _shipped(str(source))
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -131,6 +131,14 @@ def load_workflow(source: str | Path) -> Workflow:
         return parse_workflow(data)
     except WorkflowError as error:
         raise WorkflowError(f"workflow {path}: {error}") from error
+
+
+def _shipped(name: str) -> Path:
+    folder = Path(str(files("precache.agents") / "workflows"))
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in names:
+        raise WorkflowError(f"workflow: got {name!r}, expected a .yaml file or one of {names}")
+    return folder / f"{name}.yaml"
 
 
 def parse_workflow(data: Any) -> Workflow:

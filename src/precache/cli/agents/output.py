@@ -31,9 +31,7 @@ def _line(result: EpisodeResult) -> str:
     return f"{key.policy} {key.level} {key.question_id}: {said}, {result.seconds:.1f} s"
 
 
-def report(
-    results: Sequence[EpisodeResult], settings: Mapping[str, Any], *, as_json: bool
-) -> None:
+def report(results: Sequence[EpisodeResult], settings: Mapping[str, Any], *, as_json: bool) -> None:
     """Print the tables of both modes, as far as there are results of them; the JSON names the settings too."""
     from precache.agents.report import forced_rows, natural_rows
     from precache.agents.tables import format_forced, format_natural
