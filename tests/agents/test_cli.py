@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from precache import Engine
 from precache.cli.main import main
+from precache.errors import ConfigError
 from tests.reference.lora import make_adapter
 from tests.reference.models import save_tiny
 
@@ -112,3 +114,21 @@ def test_a_role_without_an_adapter_is_named(
     data = str(folder / "tasks.jsonl")
     assert main(["agents", "writer_critic", "--data", data, "--model", "m"]) == 2
     assert "also one each for the roles ['writer', 'critic']" in capsys.readouterr().err
+
+
+def test_without_options_it_is_smollm2_with_the_demos_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, set[str], str]] = []
+
+    def load(name: str, adapters: dict[str, Path], policy: str) -> None:
+        assert all((path / "adapter_model.safetensors").is_file() for path in adapters.values())
+        asked.append((name, set(adapters), policy))
+        raise ConfigError("model", name, "nothing, this is a test")
+
+    monkeypatch.setattr(Engine, "load", load)
+    transcript = "\nThought 1: I know.\nAction 1: Finish[Paris]\nObservation 1: Please reflect."
+    row = {"question": "Who wrote it?", "prompt": transcript}  # a question that is held out
+    (tmp_path / "hotpotqa_episodes.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["agents", "hotpotqa", "--mode", "forced", "--data", str(tmp_path)]) == 2
+    assert asked == [("smollm2", {"plan", "action", "reflect"}, "rebaseshared")]

@@ -96,7 +96,7 @@ def _engine(args: argparse.Namespace, workflow: Workflow, policy: str, stack: Ex
     quiet_in_pipes()
     from precache import Engine
 
-    return Engine.load(args.model, adapters=adapters, **{**engine_settings(args), "policy": policy})
+    return Engine.load(model, adapters=adapters, **{**engine_settings(args), "policy": policy})
 
 
 def episodes(
