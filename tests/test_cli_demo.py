@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from precache import Engine
-from precache.cli.demo import POLICIES, ROLES
+from precache.cli.demo import POLICIES
 from precache.cli.main import main
+from precache.cli.options import DEMO_ROLES
 from tests.reference.lora import make_adapter
 from tests.reference.models import save_tiny
 
@@ -21,7 +22,7 @@ def test_demo_shows_turns_and_compares_policies(
     model = save_tiny("llama", tmp_path / "model", num_layers=2)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
-    made = {role: make_adapter(model, tmp_path / role, seed=i) for i, role in enumerate(ROLES)}
+    made = {role: make_adapter(model, tmp_path / role, seed=i) for i, role in enumerate(DEMO_ROLES)}
     load = Engine.load
 
     def load_tiny(name: str, adapters: dict[str, Path], **settings: Any) -> Engine:

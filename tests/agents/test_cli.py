@@ -99,13 +99,35 @@ def test_mistakes_are_told_before_anything_is_loaded(
     assert not (folder / "never.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["--model", "--dtype", "--schedule"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("--model", "x"),
+        ("--dtype", "x"),
+        ("--schedule", "x"),
+        ("--recompute-profile", "x"),
+        ("--recompute-share", "0.0"),
+    ],
+)
 def test_an_endpoint_takes_no_options_of_an_engine(
-    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    name: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = str(folder / "tasks.jsonl")
-    assert main(["agents", "writer_critic", "--data", data, "--base-url", "u", name, "x"]) == 2
-    assert f"{name}: got 'x', allowed is none with --base-url" in capsys.readouterr().err
+    assert main(["agents", "writer_critic", "--data", data, "--base-url", "u", name, value]) == 2
+    assert f"{name}: got '{value}', allowed is none with --base-url" in capsys.readouterr().err
+
+
+def test_without_a_model_it_is_smollm2(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(model: str, adapters: dict[str, Path], **settings: object) -> Engine:
+        raise ConfigError("seen", model, str(sorted(adapters)))
+
+    monkeypatch.setattr(Engine, "load", load)
+    adapters = ["--adapter", "writer=w", "--adapter", "critic=c"]
+    data = str(folder / "tasks.jsonl")
+    assert main(["agents", "writer_critic", "--data", data, *adapters]) == 2
+    assert "seen: got 'smollm2', allowed is ['critic', 'writer']" in capsys.readouterr().err
 
 
 def test_a_role_without_an_adapter_is_named(

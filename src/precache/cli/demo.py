@@ -6,10 +6,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
 
-from precache.cli.options import quiet_in_pipes
+from precache.cli.options import demo_adapters, quiet_in_pipes
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from precache.agents import TurnRecord
     from precache.request import Usage
 
-ROLES = ("plan", "action", "reflect")
 POLICIES = ("nonshared", "prelrshared", "rebaseshared")
 
 
@@ -69,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from precache.demo.question import QUESTION
 
     print("Loading SmolLM2-135M-Instruct and the adapters plan, action, reflect ...", flush=True)
-    with as_file(files("precache.demo") / "adapters") as folder:
-        adapters = {role: folder / role for role in ROLES}
+    with demo_adapters() as adapters:
         first = Engine.load("smollm2", adapters=adapters, policy=policies[0], dtype=args.dtype)
         print(f"\n{QUESTION.question}\n{QUESTION.options}", flush=True)
         rows: list[DemoRow] = []

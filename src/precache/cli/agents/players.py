@@ -6,11 +6,16 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
 
 from precache.cli.agents.inputs import DEFAULT_MODEL, flag
-from precache.cli.options import adapters_from_args, engine_settings, quiet_in_pipes
+from precache.cli.options import (
+    DEMO_ROLES,
+    adapters_from_args,
+    demo_adapters,
+    engine_settings,
+    quiet_in_pipes,
+)
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,11 +24,19 @@ if TYPE_CHECKING:
     from precache.agents.results import EpisodeResult, ResultsFile
     from precache.agents.workflow import Workflow
 
-DEMO_ROLES = ("plan", "action", "reflect")
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 NO_KEY = "none"  # the client package wants one, whether the endpoint does or not
 
-_IN_PROCESS = ("adapters", "model", "schedule", "dtype", "device", "cache_memory")
+_IN_PROCESS = (
+    "adapters",
+    "model",
+    "schedule",
+    "dtype",
+    "device",
+    "cache_memory",
+    "recompute_share",
+    "recompute_profile",
+)
 _AT_ENDPOINTS = ("api_key", "model_names", "endpoint_timeout")
 
 
@@ -31,7 +44,8 @@ def check(args: argparse.Namespace) -> None:
     """Refuse options of the other kind of player: none is accepted and then ignored."""
     others = _IN_PROCESS if args.base_url else _AT_ENDPOINTS
     for name in others:
-        if value := getattr(args, name):
+        value = getattr(args, name)
+        if value not in (None, []):
             where = "with" if args.base_url else "without"
             raise ConfigError(
                 flag(name.removesuffix("s")), _shown(name, value), f"none {where} --base-url"
@@ -89,8 +103,7 @@ def _engine(args: argparse.Namespace, workflow: Workflow, policy: str, stack: Ex
     adapters, model = adapters_from_args(args), args.model or DEFAULT_MODEL
     if not adapters and model == DEFAULT_MODEL and set(workflow.roles) == set(DEMO_ROLES):
         print("no --adapter given: the demo's adapters (trained on ScienceQA) are used", flush=True)
-        folder = stack.enter_context(as_file(files("precache.demo") / "adapters"))
-        adapters = {role: folder / role for role in DEMO_ROLES}
+        adapters = stack.enter_context(demo_adapters())
     if missing := [role for role in workflow.roles if role not in {*adapters, "base"}]:
         raise ConfigError("--adapter", sorted(adapters), f"also one each for the roles {missing}")
     quiet_in_pipes()
