@@ -8,6 +8,7 @@ import time
 import pytest
 
 from precache import Engine
+from precache.engine.idle import IdleWorker
 from tests.engine.faults import Fault, failing_layer
 from tests.engine.setup import Setup
 from tests.engine.trajectories import (
@@ -134,6 +135,26 @@ def test_work_that_waited_for_the_lock_gives_way_to_a_request_that_came_meanwhil
                 assert (
                     before - pending(engine) <= 1
                 )  # at most the pass that ran when the hold began
+
+
+def test_work_that_a_request_leaves_during_a_step_is_not_forgotten() -> None:
+    calls: list[int] = []
+
+    def step() -> bool:
+        calls.append(0)
+        if len(calls) == 1:  # a whole request, before the worker has noted that nothing is left
+            worker.hold()
+            worker.unhold()
+        return False
+
+    worker = IdleWorker(step)
+    worker.hold()
+    worker.unhold()
+    deadline = time.monotonic() + 10
+    while len(calls) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    worker.stop()
+    assert len(calls) == 2
 
 
 def test_closing_ends_the_idle_thread(llama: Setup) -> None:

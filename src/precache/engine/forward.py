@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -285,12 +284,6 @@ class Masking:
     scale: float
     window: int | None
     softcap: float | None
-
-
-class ForwardHolder(Protocol):
-    """Where the projections find the pass that is running now."""
-
-    current: Forward | None
 
 
 def _seen(lane: Lane, start: int, end: int, window: int | None) -> int:

@@ -57,10 +57,11 @@ class IdleWorker:
                 )
                 if self._stopped:
                     return
+                self._work = False  # a request that ends from now on sets it again
             try:
                 more = self._step()
             except Exception:
                 _log.exception("the deferred pass failed; the rows concerned were dropped")
                 more = False
             with self._condition:
-                self._work = more
+                self._work = self._work or more
