@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from precache import Engine
 from precache.adapters import AdapterNameError
 from precache.config import parse_size
+from precache.engine import hooks
 from precache.errors import (
     AdapterFormatError,
     AdapterShapeError,
@@ -150,6 +151,12 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def pickled(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    torch.save(load_file(path), folder / "pytorch_model.bin")
+    path.unlink()
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -158,8 +165,9 @@ def cut(folder: Path) -> None:
         lambda folder: (folder / "config.json").write_text("{"),
         lambda folder: (folder / "config.json").write_text('{"model_type": "nonesuch"}'),
         cut,
+        pickled,
     ],
-    ids=["no folder", "no weights", "broken config", "unknown type", "cut weights"],
+    ids=["no folder", "no weights", "broken config", "unknown type", "cut weights", "a pickle"],
 )
 def test_a_model_that_cannot_be_read_is_refused(
     llama: Setup, tmp_path: Path, spoil: Callable[[Path], object]
@@ -169,6 +177,18 @@ def test_a_model_that_cannot_be_read_is_refused(
     spoil(folder)
     with pytest.raises(ModelError, match="cannot be loaded"):
         Engine.load(str(folder), dtype="float32")
+
+
+def test_an_attention_without_its_mask_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ForgetfulInterface:
+        register = staticmethod(lambda name, function: None)
+
+        def valid_keys(self) -> list[str]:
+            return []
+
+    monkeypatch.setattr(hooks, "AttentionMaskInterface", ForgetfulInterface)
+    with pytest.raises(ModelError, match="mask function"):
+        hooks.register_attention()
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------

@@ -30,7 +30,9 @@ class StockPlayer:
     ) -> None:
         from peft import PeftModel
 
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
+        base = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
+        )
         (first, path), *others = adapters.items()
         self._model: Any = PeftModel.from_pretrained(base, str(path), adapter_name=first)
         for name, path in others:

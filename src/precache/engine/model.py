@@ -110,6 +110,7 @@ class BackboneModel:
                 config=model_config,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,  # never a pickle
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"model {name!r} cannot be loaded: {error}") from error

@@ -232,7 +232,9 @@ def _load_base(config: TrainConfig) -> tuple[PreTrainedModel, OffsetTokenizer]:
             "needs a fast one, which knows the characters that each token covers"
         )
     dtype = getattr(torch, config.recipe.dtype)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, use_safetensors=True
+    )
     check_head(model)
     model.requires_grad_(False)
     model.to(_device(config.device))  # type: ignore[arg-type]
