@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,11 +54,14 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_its_own_help_with_an_example(name: str) -> None:
+def test_every_command_has_its_own_help_with_an_example(name: str, capsys: Any) -> None:
     parser = cli.build_parser([name])
     with pytest.raises(SystemExit) as ended:
         parser.parse_args([name, "--help"])
     assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+    assert re.search(rf"^example.*:\n.*^  .*precache {name}", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("argv", [[], ["fly"], ["--fly"]])

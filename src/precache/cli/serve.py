@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import logging
 import os
 from pathlib import Path
@@ -56,6 +57,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_engine_options(parser)
     _add_server_options(parser)
     _add_limits(parser)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object with url, models and policy once the port is open",
+    )
     parser.set_defaults(func=run)
 
 
@@ -95,16 +101,17 @@ def run(args: argparse.Namespace) -> int:
 
     settings = settings_from_args(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log = logging.getLogger(__name__)
     engine = _load(args)
     app = build_app(engine, settings)
-    logging.getLogger(__name__).info(
-        "serving %s with %s: http://%s:%d/v1",
-        ", ".join(app.state.service.models),
-        engine.policy.name,
-        settings.host,
-        settings.port,
-    )
-    run_app(app, settings)
+
+    def ready(url: str) -> None:
+        models, policy = app.state.service.models, engine.policy.name
+        log.info("serving %s with %s: %s/v1", ", ".join(models), policy, url)
+        if args.json:
+            print(json.dumps({"url": url, "models": models, "policy": policy}), flush=True)
+
+    run_app(app, settings, ready)
     return 0
 
 

@@ -6,6 +6,13 @@ import argparse
 
 from precache.cli.bench import attention, memory, serving, turns
 
+_EXAMPLE = """examples:
+  precache bench turns --json
+  precache bench memory --model llama-3.1-8b --agents 3,8
+
+precache bench BENCHMARK --help explains the options of a benchmark.
+"""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command `bench`."""
@@ -13,6 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "bench",
         help="time to first token, throughput, memory, attention and serving on this machine",
         description="Measure this machine, or count what a model's cache takes.",
+        epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     benches = parser.add_subparsers(
