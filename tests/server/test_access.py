@@ -152,6 +152,25 @@ def test_numbers_out_of_bounds_are_refused(server: LiveServer, field: str, value
 
 
 @pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 10**30}, "context length"),
+        ({"n": 17}, "n: "),
+    ],
+)
+def test_numbers_of_a_chat_out_of_bounds_are_refused(
+    server: LiveServer, fields: dict[str, object], named: str
+) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    error = server.error("/v1/chat/completions", model="plan", messages=messages, **fields)
+    assert error["status"] == 400
+    assert error["message"].startswith(named)
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b'{"model": "plan", "prompt": "a", "temperature": NaN}',

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,20 +30,19 @@ class Process(NamedTuple):
 @pytest.fixture
 def process(model: str, adapter_root: Path) -> Iterator[Process]:
     command = [sys.executable, "-m", "precache", "serve", model, "--port", "0"]
-    command += ["--served-model-name", "tiny", "--shutdown-grace", "1"]
+    command += ["--served-model-name", "tiny", "--shutdown-grace", "1", "--json"]
     for name in AGENTS:
         command += ["--adapter", f"{name}={adapter_root / name}"]
-    popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert popen.stderr is not None
-    lines = iter(popen.stderr.readline, "")
-    found = next(filter(None, (re.search(r"running on (http\S+)", line) for line in lines)), None)
-    assert found is not None, popen.wait()
-    client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0)
+    popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert popen.stdout is not None
+    facts = json.loads(popen.stdout.readline())
+    assert facts["models"] == ["tiny", *AGENTS]
+    client = openai.OpenAI(base_url=f"{facts['url']}/v1", api_key="none", max_retries=0)
     yield Process(popen, client)
     client.close()
     if popen.poll() is None:
         popen.kill()
-    popen.stderr.close()
+    popen.stdout.close()
     popen.wait()
 
 
@@ -91,7 +90,7 @@ def test_sigterm_ends_streams_properly_and_exits_with_0(process: Process) -> Non
         thread.join(timeout=30)
     assert process.popen.wait(timeout=30) == 0
     assert len(ends) == 4
-    assert set(ends) <= {"length", "shutting_down"}
+    assert {"shutting_down"} <= set(ends) <= {"length", "shutting_down"}
 
 
 def test_langchain_works(server: LiveServer) -> None:
@@ -143,7 +142,8 @@ def test_the_command_refuses_what_it_cannot_do(
         (["--engine", "vllm"], "not in this version"),
         (["--host", "0.0.0.0"], "API key"),
         (["--port", "99999"], "port"),
-        (["--api-key", "short"], "key"),
+        (["--api-key", "short"], "--api-key: got '5 characters'"),
+        (["--admin-key", "short"], "--admin-key: got '5 characters'"),
         (["--adapter-root", "/nowhere"], "adapter-root"),
     ):
         assert main(["serve", model, *options]) == 2

@@ -73,6 +73,14 @@ def test_echo_scores_the_prompt_as_if_it_had_been_said(server: LiveServer) -> No
     assert len(scored.logprobs.tokens) == len(scored.logprobs.text_offset) == len(prompt)
 
 
+def test_a_prompt_that_is_only_echoed_has_every_choice(server: LiveServer) -> None:
+    answer = server.complete(prompt=["ab", "xyz"], n=2, max_tokens=0, echo=True, logprobs=0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == ["ab", "ab", "xyz", "xyz"]
+    assert len(answer.choices[3].logprobs.token_logprobs) == 3
+    assert answer.usage.prompt_tokens == 5
+
+
 def test_a_biased_token_is_said_or_never_said(server: LiveServer) -> None:
     (token,) = server.engine.encode("q")
     bias = {"extra_body": {"logit_bias": {str(token): 100}}, "max_tokens": 4}

@@ -116,7 +116,9 @@ def test_a_slow_request_is_timed_out_and_the_next_one_works(serve: Serve) -> Non
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_turn(server: LiveServer, stream: bool) -> None:
+def test_a_client_that_leaves_ends_its_turn(
+    server: LiveServer, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     queue, expected = server.service.queue, server.complete(max_tokens=30).choices[0].text
     with server.engine.slow(0.05):
         if stream:
@@ -130,6 +132,7 @@ def test_a_client_that_leaves_ends_its_turn(server: LiveServer, stream: bool) ->
         wait_for(lambda: queue.running is None)
         assert time.monotonic() - started < 2
     assert server.complete(max_tokens=30).choices[0].text == expected
+    assert not [record for record in caplog.records if record.exc_info]  # it is nobody's failure
 
 
 def test_a_turn_is_cancelled_between_the_chunks_of_its_prompt(serve: Serve) -> None:

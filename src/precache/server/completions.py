@@ -108,8 +108,8 @@ class _CompletionAnswer:
                         yield choice
         if not self._plan.generate:
             self._usage.add_prompts(self._plan.prompts)
-            for index in range(len(self._plan.prompts)):
-                choice = self._echo(index, index)
+            for index in range(len(self._plan.prompts) * self._plan.num_choices):
+                choice = self._echo(index, index // self._plan.num_choices)
                 choice.finish_reason = "length"
                 yield choice
 

@@ -42,7 +42,7 @@ class Hint:
 class _Seen:
     model: str
     token_ids: list[int]
-    grams: frozenset[tuple[int, ...]]
+    grams: frozenset[int]  # hashes
 
 
 class HintFinder:
@@ -103,7 +103,8 @@ def _share(first: _Seen, second: _Seen) -> bool:
     return first.token_ids[:half] == second.token_ids[:half]
 
 
-def _grams(prompt: Sequence[int]) -> frozenset[tuple[int, ...]]:
+def _grams(prompt: Sequence[int]) -> frozenset[int]:
+    """Hashes: the runs themselves would take several times the memory, for every token of 16 prompts."""
     return frozenset(
-        tuple(prompt[start : start + _GRAM]) for start in range(len(prompt) - _GRAM + 1)
+        hash(tuple(prompt[start : start + _GRAM])) for start in range(len(prompt) - _GRAM + 1)
     )

@@ -114,10 +114,10 @@ class Monitor:
     def fail(self, record: TurnRecord, reason: str) -> None:
         """The turn ended by an error, a cancellation or a client that went away."""
         if record.state == "running":
-            record.state = "failed"
             record.finish_reason = reason
             record.lookup = self._lookup()
             record.total_s = time.time() - record.started
+            record.state = "failed"  # last: the page does not ask for a settled turn again
             self._metrics.turn_failed(record.model)
 
     def _lookup(self) -> str | None:

@@ -141,8 +141,9 @@ class TurnQueue:
 
     def abort(self) -> None:
         """End what runs. For the event loop's thread."""
-        if self.running is not None:
-            self.running.cancel(shutting_down())
+        running = self.running  # the queue's thread may put None there at any moment
+        if running is not None:
+            running.cancel(shutting_down())
 
     def join(self) -> None:
         """Wait for the thread to end; ``close`` first."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -24,9 +24,12 @@ _LAST_WORDS_S = 5.0  # for error events to reach their clients, after the grace
 class GracefulServer(uvicorn.Server):
     """On the first signal nothing new is taken, and what runs may end; on the second it is cut short."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, on_ready: Callable[[str], None]
+    ) -> None:
         super().__init__(config)
         self._service = service
+        self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
@@ -49,10 +52,13 @@ class GracefulServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
 
-def run_app(app: FastAPI, settings: ServerSettings) -> None:
-    """Serve until a signal comes."""
+def run_app(app: FastAPI, settings: ServerSettings, on_ready: Callable[[str], None]) -> None:
+    """Serve until a signal comes. ``on_ready`` is called with the address once the port is open."""
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -63,4 +69,4 @@ def run_app(app: FastAPI, settings: ServerSettings) -> None:
         timeout_keep_alive=30,
         timeout_graceful_shutdown=round(settings.shutdown_grace_s + _LAST_WORDS_S),
     )
-    GracefulServer(config, app.state.service).run()
+    GracefulServer(config, app.state.service, on_ready).run()

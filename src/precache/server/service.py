@@ -100,8 +100,11 @@ class Service:
         self.engine.close()
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection; nobody reads the answer."""
+class ClientGoneError(ApiError):
+    """The client closed its connection; nobody reads the answer, and nothing is wrong with the server."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client closed its connection", code="client_gone")
 
 
 @asynccontextmanager

@@ -40,8 +40,10 @@ class ServerSettings:
         _check_range("request_timeout", self.request_timeout_s, 0.001, 7 * 86400)
         _check_range("shutdown_grace", self.shutdown_grace_s, 0, 3600)
         _check_range("max_body", self.max_body_bytes, 1024, 2**30)
-        for key in (*self.api_keys, *([] if self.admin_key is None else [self.admin_key])):
-            _check_key(key)
+        for key in self.api_keys:
+            _check_key("--api-key", key)
+        if self.admin_key is not None:
+            _check_key("--admin-key", self.admin_key)
         if not self.api_keys and not is_loopback(self.host):
             raise ConfigError(
                 "--host",
@@ -68,10 +70,10 @@ def _check_range(field: str, got: float, low: float, high: float) -> None:
         raise ConfigError(field, got, f"{low:g} to {high:g}")
 
 
-def _check_key(key: str) -> None:
+def _check_key(field: str, key: str) -> None:
     if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
-            "key",
+            field,
             f"{len(key)} characters",
             f"at least {MIN_KEY_CHARS} printable ASCII characters without blanks",
         )
