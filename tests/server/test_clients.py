@@ -139,7 +139,9 @@ def test_the_command_refuses_what_it_cannot_do(
 
     monkeypatch.delitem(os.environ, "PRECACHE_API_KEY", raising=False)
     for options, text in (
-        (["--engine", "vllm"], "not in this version"),
+        (["--engine", "vllm", "--max-queue", "3"], "--max-queue: got 3"),
+        (["--engine", "vllm", "--recompute-share", "0"], "--recompute-share: got 0.0"),
+        (["--engine", "vllm", "--json"], "--json"),
         (["--host", "0.0.0.0"], "API key"),
         (["--port", "99999"], "port"),
         (["--api-key", "short"], "--api-key: got '5 characters'"),

@@ -19,6 +19,9 @@ _NOT_HERE = {
     "request_timeout": "vLLM's own flags after --",
     "shutdown_grace": "-- --shutdown-timeout SECONDS",
     "device": "a vLLM that was built for the device",
+    "recompute_share": "none of the plugin's policies recomputes",
+    "recompute_profile": "none of the plugin's policies recomputes",
+    "json": "the first line of stdout is vLLM's command",
 }
 
 
@@ -50,9 +53,10 @@ def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str
     from precache.vllm_plugin.launch import Launch, vllm_command
 
     for name, instead in _NOT_HERE.items():
-        if getattr(args, name) is not None:
+        value = getattr(args, name)
+        if value is not None and value is not False:  # 0 is a value too
             option = "--" + name.replace("_", "-")
-            raise ConfigError(option, getattr(args, name), f"with --engine vllm: {instead}")
+            raise ConfigError(option, value, f"with --engine vllm: {instead}")
     if args.schedule not in (None, "double-batch"):
         raise ConfigError("--schedule", args.schedule, "double-batch with --engine vllm")
     if len(api_keys) > 1:
