@@ -24,7 +24,8 @@ class EngineConfig:
     The policies that recompute a part of what others wrote (docs/policies.md) replace at most ``recompute_share`` of
     the k and v of the tokens that are new to a reader, in the layers that ``recompute_profile`` (a JSON file) names
     for them; ``recompute_seed`` draws the random ones. Every reader refreshes a token once, or, with
-    ``recompute_again``, again whenever another reader has done so since.
+    ``recompute_again``, again whenever another reader has done so since. ``calibration`` is the file with the
+    corrections that ``calibrated`` applies.
     """
 
     policy: str = "prelrshared"
@@ -40,6 +41,7 @@ class EngineConfig:
     recompute_profile: str | Path | None = None
     recompute_seed: int = 0
     recompute_again: bool = False
+    calibration: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

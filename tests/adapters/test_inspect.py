@@ -14,6 +14,7 @@ import torch
 from precache.adapters.report import inspect_adapter
 from precache.adapters.verdicts import (
     ALWAYS_ALLOWED,
+    CALIBRATED,
     COMMON_A,
     allowed_policies,
     first_a_difference,
@@ -31,7 +32,7 @@ from tests.adapters.folders import (
     write_adapter,
 )
 
-ALL = [*ALWAYS_ALLOWED, COMMON_A]
+ALL = [*ALWAYS_ALLOWED, CALIBRATED, COMMON_A]
 
 
 @pytest.fixture

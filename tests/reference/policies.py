@@ -49,11 +49,14 @@ class ReferenceState:
         policy: str,
         **settings: Any,
     ) -> None:
-        from .recompute import RECOMPUTE  # which is made of the classes here
+        from .calibrated import Calibrated  # which are made of the classes here
+        from .recompute import RECOMPUTE
 
         self.tokens: list[int] = []
         self.writers: list[str | None] = []  # who wrote each token
-        self._policy = (POLICIES | RECOMPUTE)[policy](Network(model), **settings)
+        self._policy = {**POLICIES, **RECOMPUTE, "calibrated": Calibrated}[policy](
+            Network(model), **settings
+        )
         for name, adapter in adapters.items():
             self.add_adapter(name, adapter)
 

@@ -27,6 +27,7 @@ ALWAYS_ALLOWED = (
     "random-tokens",
 )
 COMMON_A = "baselrshared"  # needs equal A matrices
+CALIBRATED = "calibrated"  # needs a file that was fitted to these adapters
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,12 @@ def allowed_policies(
 ) -> list[PolicyVerdict]:
     """One verdict per policy, for these adapters together on a model with or without key norms."""
     if obstacle := _obstacle_for_all(adapters, key_norms):
-        return [PolicyVerdict(policy, False, obstacle) for policy in (*ALWAYS_ALLOWED, COMMON_A)]
+        known = (*ALWAYS_ALLOWED, CALIBRATED, COMMON_A)
+        return [PolicyVerdict(policy, False, obstacle) for policy in known]
     verdicts = [PolicyVerdict(policy, allowed=True) for policy in ALWAYS_ALLOWED]
-    return [*verdicts, _common_a_verdict(adapters)]
+    needs = "with a calibration of these adapters (precache compare --calibrate)"
+    calibrated = PolicyVerdict(CALIBRATED, True, needs)
+    return [*verdicts, calibrated, _common_a_verdict(adapters)]
 
 
 def _obstacle_for_all(adapters: Sequence[Adapter], key_norms: bool) -> str:

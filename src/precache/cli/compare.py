@@ -22,7 +22,7 @@ from precache.cli.fitting import (
 from precache.cli.options import (
     adapter_pair,
     adapters_from_args,
-    add_recompute_options,
+    add_policy_options,
     demo_adapters,
     engine_settings,
     quiet_in_pipes,
@@ -96,7 +96,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--dtype", help="auto, float32, bfloat16 or float16")
     add("--device", help="auto, cpu or cuda")
     add("--cache-memory", metavar="SIZE", help="hard limit of a policy's cached bytes")
-    add_recompute_options(parser)
+    add_policy_options(parser)
     add("--json", action="store_true", help="one JSON object as the last line")
     parser.set_defaults(func=run)
 

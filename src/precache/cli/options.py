@@ -25,6 +25,7 @@ _ENGINE_SETTINGS = (
     "device",
     "recompute_share",
     "recompute_profile",
+    "calibration",
 )
 
 
@@ -58,11 +59,11 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model: bool = True) -
     add("--dtype", help="auto, float32, bfloat16 or float16")
     add("--device", help="auto, cpu or cuda")
     add("--cache-memory", metavar="SIZE", help="hard limit of all cached bytes, such as 2GiB")
-    add_recompute_options(group)
+    add_policy_options(group)
 
 
-def add_recompute_options(group: argparse._ActionsContainer) -> None:
-    """Add what droidspeak, cacheblend and relaycaching may replace."""
+def add_policy_options(group: argparse._ActionsContainer) -> None:
+    """Add what some policies need: what droidspeak, cacheblend and relaycaching may replace, and calibrated's file."""
     group.add_argument(
         "--recompute-share",
         type=float,
@@ -74,6 +75,12 @@ def add_recompute_options(group: argparse._ActionsContainer) -> None:
         type=Path,
         metavar="FILE",
         help="their layers, as precache compare --profile writes them",
+    )
+    group.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="the corrections of calibrated, as precache compare --calibrate writes them",
     )
 
 

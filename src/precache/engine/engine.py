@@ -59,7 +59,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.policy: SharingPolicy = make_policy(config.policy, config.schedule, config)
-        self.policy.check_model(model.shape)
+        self.policy.check_model(model.shape, model.digest)
         self.bank = AdapterBank(model.shape, dtype=model.dtype, device=model.device)
         self.store = TrajectoryStore(model.layout, config.cache_memory, config.growth_tokens)
         self.context_window = _context_window(config, model)

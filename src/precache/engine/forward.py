@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from precache.adapters.bank import Adapter, AdapterBank
+from precache.adapters.bank import AdapterBank
 from precache.cache.trajectory import KvBuffers, Strip, Trajectory
-from precache.engine.policies.base import PassSpec
+from precache.engine.policies.base import PassSpec, StripReader
 from precache.engine.work import Work
 from precache.ops import attention_mass, lora_attention, merge_attention
 from precache.ops.contract import AttentionOutput, KeyStrip, ValueStrip
@@ -107,6 +107,7 @@ class Forward:
                 self.lanes.append((slice(row, row + len(lane.token_ids)), lane))
                 row += len(lane.token_ids)
         self.num_rows = row
+        self._products: tuple[int, int, Tensor] | None = None  # the last: layer, first row, X P
 
     def writes(self, layer: int) -> bool:
         """Whether any lane stores k and v of a layer."""
@@ -145,14 +146,32 @@ class Forward:
                 continue
             adapters = tuple(adapter for _, adapter in writes)
             stacked, slices = self._bank.stacked_a(layer, target, adapters)
-            if stacked.shape[0] == 0:
-                continue
-            z = torch.mm(x[0, rows], stacked.t())
-            self.work.add_product(len(z), *stacked.t().shape)
+            z = torch.mm(x[0, rows], stacked.t()) if len(stacked) else None
+            self.work.add_product(rows.stop - rows.start, stacked.shape[1], len(stacked))
             for (key, _), columns in zip(writes, slices, strict=True):
                 buffer = _strip_tensor(lane.trajectory.strips[key], layer, target)
-                if buffer is not None:
-                    buffer[lane.index] = z[:, columns]
+                if buffer is None:
+                    continue
+                rank = columns.stop - columns.start
+                if z is not None and rank:
+                    buffer[lane.index, :rank] = z[:, columns]
+                if rank < buffer.shape[1]:
+                    buffer[lane.index, rank:] = self._further_columns(x, rows, lane, layer, key)
+
+    def _further_columns(
+        self, x: Tensor, rows: slice, lane: Lane, layer: int, key: str
+    ) -> Tensor | float:
+        """What the columns of a strip behind X A hold of some rows of x; one product for all strips and targets."""
+        columns = lane.spec.columns
+        place = None if columns is None else columns.place(layer, key)
+        stack = None if columns is None else columns.stack(layer)
+        if place is None or stack is None:
+            return 0.0
+        if self._products is None or self._products[:2] != (layer, rows.start):
+            product = torch.mm(x[0, rows], stack.t())
+            self.work.add_product(len(product), stack.shape[1], stack.shape[0])
+            self._products = layer, rows.start, product
+        return self._products[2][:, place]
 
     def keep_hidden(self, layer: int, hidden_states: Tensor) -> None:
         """Store the hidden states [1, rows, hidden] that enter a layer in the strips that keep them."""
@@ -259,18 +278,18 @@ class Forward:
     def _read_strip(
         self, layer: int, lane: Lane, start: int, end: int
     ) -> tuple[ValueStrip | None, KeyStrip | None]:
-        adapter, key = lane.spec.adapter, lane.spec.reads
-        if adapter is None or key is None:
+        reader, key = lane.spec.reader or lane.spec.adapter, lane.spec.reads
+        if reader is None or key is None:
             return None, None
         strip = lane.trajectory.strips[key]
-        return _value_strip(strip, adapter, layer, start, end), self._key_strip(
-            strip, adapter, layer, start, end
+        return _value_strip(strip, reader, layer, start, end), self._key_strip(
+            strip, reader, layer, start, end
         )
 
     def _key_strip(
-        self, strip: Strip, adapter: Adapter, layer: int, start: int, end: int
+        self, strip: Strip, reader: StripReader, layer: int, start: int, end: int
     ) -> KeyStrip | None:
-        z, b = strip.k[layer], adapter.key_b(layer)
+        z, b = strip.k[layer], reader.key_b(layer)
         if z is None or b is None:
             return None
         cos, sin = self._rope_tables(layer, end)
@@ -301,7 +320,7 @@ def _strip_tensor(strip: Strip, layer: int, target: str) -> Tensor | None:
 
 
 def _value_strip(
-    strip: Strip, adapter: Adapter, layer: int, start: int, end: int
+    strip: Strip, reader: StripReader, layer: int, start: int, end: int
 ) -> ValueStrip | None:
-    z, b = strip.v[layer], adapter.value_b(layer)
+    z, b = strip.v[layer], reader.value_b(layer)
     return None if z is None or b is None else ValueStrip(z[start:end], b)

@@ -7,6 +7,7 @@ from precache.engine.policies.base import SharingPolicy
 from precache.engine.policies.baselrshared import BaseLRShared
 from precache.engine.policies.baseshared import BaseShared
 from precache.engine.policies.cacheblend import CacheBlend, RandomTokens
+from precache.engine.policies.calibrated import Calibrated
 from precache.engine.policies.droidspeak import DroidSpeak, DroidSpeakScattered, RandomLayers
 from precache.engine.policies.fullshared import FullShared
 from precache.engine.policies.nonshared import NonShared
@@ -32,6 +33,7 @@ POLICIES: dict[str, type[SharingPolicy]] = {
         RelayCaching,
         RandomLayers,
         RandomTokens,
+        Calibrated,
     )
 }
 

@@ -11,9 +11,9 @@ shared contract test.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -35,6 +35,26 @@ class StripWrite:
 
     layout: StripLayout
     adapter: Adapter | None = None
+
+
+class StripReader(Protocol):
+    """What a strip's columns are multiplied with when it is read, scaling included; an Adapter is one."""
+
+    def value_b(self, layer: int) -> Tensor | None:
+        """[num_kv_heads, columns of v_lora, head_dim], None where nothing is added to v."""
+
+    def key_b(self, layer: int) -> Tensor | None:
+        """[num_kv_heads, columns of k_lora, head_dim] before RoPE, None where nothing is added to k."""
+
+
+class WriterColumns(Protocol):
+    """What a pass fills the last columns of strips with, beside X A: X times a matrix of the writer for each reader."""
+
+    def stack(self, layer: int) -> Tensor | None:
+        """The matrices of all readers, [sum of columns, hidden]; None if there are none."""
+
+    def place(self, layer: int, key: str) -> slice | None:
+        """The rows of the stack for the strip of that key; None: its columns are 0."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,8 @@ class PassSpec:
     instead of k, v_base and strips. ``reads`` is the key of the strip that its attention reads. A pass with
     ``writes_base`` False skips the key and value projections and attends to what is cached. With a ``group`` only those
     layers run, and k and v are replaced as it says. ``displaces``: for every other reader the rows count as not run.
+    Strips wider than the adapters' A have further columns: ``columns`` fills them (None: with 0), and ``reader`` (None:
+    the adapter) reads the whole strip.
     """
 
     adapter: Adapter | None
@@ -99,6 +121,8 @@ class PassSpec:
     strips: tuple[StripWrite, ...] = ()
     group: LayerGroup | None = None
     displaces: bool = False
+    columns: WriterColumns | None = None
+    reader: StripReader | None = None
 
     def writes(self, layer: int) -> bool:
         """Whether the pass stores k and v of a layer."""
@@ -144,8 +168,10 @@ class SharingPolicy(ABC):
         """What a saved cache must have in common with this policy: its name, and the settings that shape the cache."""
         return self.name
 
-    def check_model(self, shape: ModelShape) -> None:  # noqa: B027 - most policies work with every model
-        """Raise ConfigError if the method's settings do not fit the model."""
+    def check_model(  # noqa: B027 - most policies work with every model
+        self, shape: ModelShape, digest: Callable[[], str]
+    ) -> None:
+        """Raise ConfigError if the method's settings do not fit the model of that shape and digest."""
 
     def check(self, adapters: Sequence[Adapter]) -> None:  # noqa: B027 - most policies allow everything
         """Raise PolicyNotAllowedError if the method cannot serve these adapters together."""

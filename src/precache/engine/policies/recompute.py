@@ -8,6 +8,7 @@ The budget is the share of (token, layer) pairs whose k and v are replaced.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 from precache.adapters.bank import BASE_NAME, Adapter, AdapterBank
 from precache.adapters.spec import ModelShape
@@ -52,7 +53,7 @@ class Recompute(SharingPolicy):
         found = None if self.profile is None else self.profile.policies.get(self.name)
         return None if found is None else dict(found)
 
-    def check_model(self, shape: ModelShape) -> None:
+    def check_model(self, shape: ModelShape, digest: Callable[[], str]) -> None:
         if self.profile is not None and self.profile.num_layers != shape.num_layers:
             raise ConfigError(
                 "recompute_profile",
