@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from precache.server.tools import ToolCallReader
 from tests.server.conftest import Serve
 from tests.server.live import LiveServer
 
@@ -162,6 +163,24 @@ def test_with_auto_the_model_may_say_text_before_a_call(roomy: LiveServer) -> No
     with roomy.engine.saying("only text < tool"):
         said = roomy.chat(tools=[TOOL], max_tokens=130).choices[0]
     assert (said.message.content, said.message.tool_calls) == ("only text < tool", None)
+
+
+@pytest.mark.parametrize("word", ["</tool_call>", "<tool_call>", "a"])
+def test_an_argument_may_hold_the_marks_of_a_call(word: str) -> None:
+    call = json.dumps({"name": "search", "arguments": {"word": word}})
+    reader = ToolCallReader()
+    assert reader.push(f"hm <tool_call>{call}</tool_call> <tool_call>{call}</tool_call>") == "hm "
+    rest, calls = reader.finish()
+    assert (rest, len(calls)) == ("", 2)
+    assert all(json.loads(found.function.arguments) == {"word": word} for found in calls)
+
+
+@pytest.mark.parametrize("cut", [1, len("</tool_call>"), len('"}}</tool_call>')])
+def test_a_call_that_is_cut_off_is_none(cut: int) -> None:
+    text = '<tool_call>{"name": "search", "arguments": {"word": "b"}}</tool_call>'
+    reader = ToolCallReader()
+    reader.push(text + text[:-cut])
+    assert len(reader.finish()[1]) == 1
 
 
 def test_calls_and_results_of_earlier_turns_are_taken(roomy: LiveServer) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precache.chat import StopMatcher
@@ -126,13 +126,26 @@ class ToolCallReader:
     def finish(self) -> tuple[str, list[ToolCall]]:
         """What is left to be said, and the calls. A call that is cut off is none."""
         rest = "" if self._calling else self._before.flush()
-        pieces = self._text.split(BEGIN)[1:]
-        bodies = [piece.split(END)[0] for piece in pieces if END in piece]
-        return rest, [_tool_call(index, body) for index, body in enumerate(bodies)]
+        return rest, [_tool_call(index, call) for index, call in enumerate(_calls(self._text))]
 
 
-def _tool_call(index: int, body: str) -> ToolCall:
-    call = json.loads(body)
+def _calls(text: str) -> Iterator[dict[str, Any]]:
+    """The complete calls of a text. Their ends are JSON's: an argument may hold the marks themselves."""
+    decoder, start = json.JSONDecoder(), text.find(BEGIN)
+    while start >= 0:
+        body = text[start + len(BEGIN) :].lstrip()
+        try:
+            call, end = decoder.raw_decode(body)
+        except json.JSONDecodeError:
+            return  # cut off by the limit
+        text = body[end:].lstrip()
+        if not text.startswith(END):
+            return
+        yield call
+        start = text.find(BEGIN)
+
+
+def _tool_call(index: int, call: dict[str, Any]) -> ToolCall:
     arguments = json.dumps(call["arguments"], ensure_ascii=False)
     return ToolCall(
         id=f"call_{uuid.uuid4().hex[:24]}",
