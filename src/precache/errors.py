@@ -1,4 +1,4 @@
-"""Every exception that precache raises on purpose.
+"""The exceptions that callers meet. Modules raise some of their own, each below one of these (AdapterNameError, ...).
 
     PrecacheError
     ├── InvalidRequestError        a request cannot be served as written

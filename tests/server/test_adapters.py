@@ -53,7 +53,9 @@ def test_an_adapter_comes_and_goes(admin: LiveServer) -> None:
 def test_a_name_is_replaced_only_when_asked_to(admin: LiveServer) -> None:
     before = admin.complete(logprobs=0).choices[0].logprobs.token_logprobs
     body = {"lora_name": "plan", "lora_path": "critic"}
-    assert send(admin, "load", **body).status_code == 400
+    refused = send(admin, "load", **body)
+    assert refused.status_code == 400
+    assert "load_inplace" in refused.json()["error"]["message"]
     assert admin.complete(logprobs=0).choices[0].logprobs.token_logprobs == pytest.approx(
         before, abs=1e-4
     )
@@ -87,7 +89,9 @@ def test_paths_outside_the_root_are_refused(admin: LiveServer, path: str) -> Non
 
 @pytest.mark.parametrize("name", ["base", "tiny", "", "a b", "x" * 200, "<script>"])
 def test_names_that_no_adapter_may_have(admin: LiveServer, name: str) -> None:
-    assert send(admin, "load", lora_name=name, lora_path="critic").status_code == 400
+    response = send(admin, "load", lora_name=name, lora_path="critic")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "lora_name"
 
 
 def test_an_adapter_that_is_loaded_later_reads_what_is_cached(admin: LiveServer) -> None:

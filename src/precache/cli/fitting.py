@@ -67,8 +67,9 @@ def _instead(args: argparse.Namespace) -> str:
 
 def _refuse(args: argparse.Namespace, names: Sequence[str], allowed: str) -> None:
     for name in names:
-        if getattr(args, name) not in (None, False):
-            raise ConfigError(f"--{name}", str(getattr(args, name)), allowed)
+        value = getattr(args, name)
+        if value is not None and value is not False:  # 0 is a value too
+            raise ConfigError(f"--{name}", str(value), allowed)
 
 
 def fit(

@@ -11,8 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from precache.adapters.bank import AdapterNameError
 from precache.errors import (
     AdapterError,
+    AdapterExistsError,
     CacheBudgetError,
     ContextLengthError,
     EngineClosedError,
@@ -116,6 +118,11 @@ def _known_error(error: PrecacheError) -> ApiError | None:
             return ApiError(400, text, param=error.field)
         case InvalidRequestError():
             return ApiError(400, text)
+        case AdapterExistsError():
+            text = f"the name {error.name!r} is taken by other weights; load_inplace=true replaces them"
+            return ApiError(400, text, code="adapter_exists", param="lora_name")
+        case AdapterNameError():
+            return ApiError(400, text, code="adapter_refused", param="lora_name")
         case AdapterError() | PolicyNotAllowedError():
             return ApiError(400, text, code="adapter_refused", param="lora_path")
         case CacheBudgetError() if error.held == 0:
