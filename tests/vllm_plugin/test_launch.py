@@ -93,3 +93,17 @@ def test_arguments_after_the_dashes_need_the_vllm_engine(
 ) -> None:
     assert main(["serve", model, "--", "--seed", "1"]) == 2
     assert "--engine vllm" in capsys.readouterr().err
+
+
+def test_vllm_must_be_there_and_load_the_plugin(
+    model: str, adapters: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = f"plan={adapters['qv']['plan']}"
+    argv = ["serve", model, "--engine", "vllm", "--adapter", adapter]
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert main(argv) == 2
+    assert "docs/vllm.md" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
+    monkeypatch.setenv("VLLM_PLUGINS", "none")
+    assert main(argv) == 2
+    assert "VLLM_PLUGINS" in capsys.readouterr().err

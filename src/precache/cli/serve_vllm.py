@@ -28,21 +28,24 @@ _NOT_HERE = {
 def run(args: argparse.Namespace, api_keys: list[str]) -> int:
     """Replace this process by vLLM's server, or only print its command. Raises PrecacheError before."""
     command = command_from_args(args, api_keys)
+    if not args.print_command:
+        _require_plugin()
     print(shlex.join(command), flush=True)
     if args.print_command:
         return 0
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "--engine",
-            "vllm, which is not installed",
-            "pip install 'precache[vllm]', see docs/vllm.md",
-        )
     environment = dict(os.environ)
-    if api_keys:
-        environment["VLLM_API_KEY"] = api_keys[
-            0
-        ]  # not in the arguments: those show in the list of processes
+    if api_keys:  # in the environment: arguments show in the list of processes
+        environment["VLLM_API_KEY"] = api_keys[0]
     os.execve(command[0], command, environment)
+
+
+def _require_plugin() -> None:
+    """vLLM is there, and will load the plugin: it would run as stock vLLM otherwise, and say nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("--engine", "vllm, which is not installed", "as in docs/vllm.md")
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is not None and "precache" not in chosen.split(","):
+        raise ConfigError("VLLM_PLUGINS", chosen, "unset, or a list with precache in it")
 
 
 def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str]:
