@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from precache.fidelity.advice import Advice, advise
 from precache.fidelity.cost import Cost
 from precache.fidelity.recordings import RecordedTurn, Recording
@@ -18,6 +20,10 @@ Kls = dict[
 
 
 def advice_on(kls: Kls, role: str = "all") -> Advice:
+    return next(item for item in advise(summary_of(kls)) if item.role == role)
+
+
+def summary_of(kls: Kls) -> Summary:
     count = len(next(iter(kls.values())))
     turns = (RecordedTurn("plan", 1, 31), RecordedTurn("action", 31, 41))
     recordings = tuple(Recording(f"q{n}", tuple(range(41)), turns) for n in range(count))
@@ -34,8 +40,7 @@ def advice_on(kls: Kls, role: str = "all") -> Advice:
         )
         for policy, pairs in {"nonshared": [(0.0, 0.0)] * count, **kls}.items()
     }
-    found = advise(Summary(Comparison(recordings, runs, 1)))
-    return next(item for item in found if item.role == role)
+    return Summary(Comparison(recordings, runs, 1))
 
 
 CLEAR: Kls = {
@@ -56,6 +61,18 @@ def test_a_clear_difference_is_recommended_with_its_interval() -> None:
     assert found.difference.low > 0
     assert found.difference.rounded(4) in found.sentence
     assert "plan wrote 75% of the tokens said and loses 0.1280" in found.sentence
+
+
+def test_differences_of_every_two_policies_are_paired() -> None:
+    rows = {(row.policy, row.other, row.role): row for row in summary_of(CLEAR).differences()}
+    assert set(rows) == {
+        ("prelrshared", "rebaseshared", role) for role in ("all", "plan", "action")
+    }
+    found = rows["prelrshared", "rebaseshared", "action"].kl
+    assert found.value == pytest.approx((0.52 - 0.26) / 5)
+    assert found.low is not None
+    assert found.high is not None
+    assert 0.04 <= found.low < found.value < found.high <= 0.06
 
 
 def test_each_role_has_its_own_answer() -> None:

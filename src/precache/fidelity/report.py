@@ -31,6 +31,7 @@ def as_json(report: Report) -> dict[str, Any]:
         **report.facts,
         "rows": [asdict(row) for row in summary.rows()],
         "costs": [asdict(row) for row in summary.costs()],
+        "differences": [_plain(asdict(row)) for row in summary.differences()],
         "recommendations": [_plain(asdict(item)) for item in report.advice],
         "refused": report.refused,
     }

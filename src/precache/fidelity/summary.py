@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 
 from precache.fidelity.cost import Cost
 from precache.fidelity.intervals import Interval, Resampling
@@ -59,6 +60,18 @@ class CostRow:
     cache_bytes_ratio: float
 
 
+@dataclass(frozen=True)
+class DifferenceRow:
+    """``policy`` minus ``other`` on the same trajectories, per token said, each with its paired 95 % interval."""
+
+    policy: str
+    other: str
+    role: str
+    kl: Interval
+    top1_agreement: Interval
+    nll: Interval
+
+
 class Summary:
     """The figures of a comparison, by policy and role."""
 
@@ -76,15 +89,29 @@ class Summary:
         exact = _total(self.comparison, EXACT)
         return [self._cost_row(policy, exact) for policy in self.policies]
 
+    def differences(self) -> list[DifferenceRow]:
+        """Every two policies, but nonshared: from it the KL is the distance."""
+        pairs = combinations([policy for policy in self.policies if policy != EXACT], 2)
+        return [
+            DifferenceRow(
+                policy,
+                other,
+                role,
+                self._difference(policy, other, role, lambda score: score.kl),
+                self._difference(policy, other, role, lambda score: score.agreed),
+                self._difference(policy, other, role, lambda score: score.nll),
+            )
+            for policy, other in pairs
+            for role in self._all_roles()
+        ]
+
     def kl(self, policy: str, role: str) -> Interval:
         """Nats per token."""
         return self._mean(policy, role, lambda score: score.kl)
 
     def kl_difference(self, policy: str, other: str, role: str) -> Interval:
         """How much more KL ``policy`` has than ``other``, on the same trajectories."""
-        ours, theirs = self._scores(policy, role), self._scores(other, role)
-        differences = [a.kl - b.kl for a, b in zip(ours, theirs, strict=True)]
-        return self._resampling.mean(differences, [score.tokens for score in ours])
+        return self._difference(policy, other, role, lambda score: score.kl)
 
     def share_said(self, role: str) -> float:
         """The part of all tokens said that this role said."""
@@ -134,6 +161,13 @@ class Summary:
         return self._resampling.mean(
             [value(score) for score in scores], [score.tokens for score in scores]
         )
+
+    def _difference(
+        self, policy: str, other: str, role: str, value: Callable[[Score], float]
+    ) -> Interval:
+        ours, theirs = self._scores(policy, role), self._scores(other, role)
+        differences = [value(a) - value(b) for a, b in zip(ours, theirs, strict=True)]
+        return self._resampling.mean(differences, [score.tokens for score in ours])
 
     def _scores(self, policy: str, role: str) -> list[Score]:
         """One score a trajectory."""
