@@ -256,6 +256,15 @@ def test_a_saved_tokenizer_loads(tmp_path: Any) -> None:
     assert loaded.encode_prompt([USER]) == ChatTokenizer(byte_tokenizer()).encode_prompt([USER])
 
 
+def test_a_saved_length_limit_is_taken_off_before_threads_come() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    chat = ChatTokenizer(tokenizer)
+    assert (chat.backend.truncation, chat.backend.padding) == (None, None)
+    assert chat.encode_prompt("abcd") == [BOS, *range(97 - 33, 101 - 33)]
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ModelError, match="no tokenizer could be loaded"):
         ChatTokenizer.from_pretrained(tmp_path)

@@ -86,6 +86,9 @@ class ChatTokenizer:
         eos_token_ids: Iterable[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        # A saved length limit would be taken off by the first call, which fails if another thread encodes just then.
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.eos_token_ids = frozenset((*own, *eos_token_ids))

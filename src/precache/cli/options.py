@@ -57,7 +57,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model: bool = True) -
     add("--policy", help="what agents share (prelrshared, rebaseshared, nonshared, ...)")
     add("--schedule", help="when rebaseshared runs its neutral pass (lazy-prefill, ...)")
     add("--dtype", help="auto, float32, bfloat16 or float16")
-    add("--device", help="auto, cpu or cuda")
+    add("--device", help="auto, cpu, cuda or mps")
     add("--cache-memory", metavar="SIZE", help="hard limit of all cached bytes, such as 2GiB")
     add_policy_options(group)
 

@@ -88,7 +88,7 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--repeats", type=int, help="times that every row is played (default: 3)")
     add("--seed", type=int, help="of the tokens and of random adapters (default: 0)")
     add("--dtype", help="auto, float32, bfloat16 or float16; of every row")
-    add("--device", help="auto, cpu or cuda; of every row")
+    add("--device", help="auto, cpu, cuda or mps; of every row")
     add(
         "--cache-memory",
         metavar="SIZE",
