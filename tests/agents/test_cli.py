@@ -107,6 +107,7 @@ def test_mistakes_are_told_before_anything_is_loaded(
         ("--schedule", "x"),
         ("--recompute-profile", "x"),
         ("--recompute-share", "0.0"),
+        ("--calibration", "x"),
     ],
 )
 def test_an_endpoint_takes_no_options_of_an_engine(

@@ -141,7 +141,9 @@ def test_the_command_refuses_what_it_cannot_do(
     for options, text in (
         (["--engine", "vllm", "--max-queue", "3"], "--max-queue: got 3"),
         (["--engine", "vllm", "--recompute-share", "0"], "--recompute-share: got 0.0"),
+        (["--engine", "vllm", "--calibration", "x"], "--calibration: got"),
         (["--engine", "vllm", "--json"], "--json"),
+        (["--engine", "vllm", "--", "--host=0.0.0.0"], "--host: got 'after --'"),
         (["--host", "0.0.0.0"], "API key"),
         (["--port", "99999"], "port"),
         (["--api-key", "short"], "--api-key: got '5 characters'"),

@@ -17,16 +17,8 @@ if TYPE_CHECKING:
     from precache import Engine
 
 DEMO_ROLES = ("plan", "action", "reflect")
-_ENGINE_SETTINGS = (
-    "policy",
-    "schedule",
-    "dtype",
-    "cache_memory",
-    "device",
-    "recompute_share",
-    "recompute_profile",
-    "calibration",
-)
+POLICY_SETTINGS = ("recompute_share", "recompute_profile", "calibration")  # what some policies need
+_ENGINE_SETTINGS = ("policy", "schedule", "dtype", "cache_memory", "device", *POLICY_SETTINGS)
 
 
 def adapter_pair(text: str) -> tuple[str, Path]:

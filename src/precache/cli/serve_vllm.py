@@ -8,7 +8,7 @@ import os
 import shlex
 from typing import Any
 
-from precache.cli.options import adapters_from_args
+from precache.cli.options import POLICY_SETTINGS, adapters_from_args
 from precache.errors import ConfigError
 
 # Options of the embedded server, and what to use in their place.
@@ -19,8 +19,7 @@ _NOT_HERE = {
     "request_timeout": "vLLM's own flags after --",
     "shutdown_grace": "-- --shutdown-timeout SECONDS",
     "device": "a vLLM that was built for the device",
-    "recompute_share": "none of the plugin's policies recomputes",
-    "recompute_profile": "none of the plugin's policies recomputes",
+    **dict.fromkeys(POLICY_SETTINGS, "none: the plugin has no policy that needs it"),
     "json": "the first line of stdout is vLLM's command",
 }
 
@@ -62,6 +61,10 @@ def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str
             raise ConfigError(option, value, f"with --engine vllm: {instead}")
     if args.schedule not in (None, "double-batch"):
         raise ConfigError("--schedule", args.schedule, "double-batch with --engine vllm")
+    if any(given.split("=")[0] == "--host" for given in args.passed_on):
+        raise ConfigError(
+            "--host", "after --", "before --, where it is checked against the API key"
+        )
     if len(api_keys) > 1:
         raise ConfigError("--api-key", f"{len(api_keys)} keys", "one with --engine vllm")
     host = args.host or Launch.host

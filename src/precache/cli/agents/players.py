@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from precache.cli.agents.inputs import DEFAULT_MODEL, flag
 from precache.cli.options import (
     DEMO_ROLES,
+    POLICY_SETTINGS,
     adapters_from_args,
     demo_adapters,
     engine_settings,
@@ -34,8 +35,7 @@ _IN_PROCESS = (
     "dtype",
     "device",
     "cache_memory",
-    "recompute_share",
-    "recompute_profile",
+    *POLICY_SETTINGS,
 )
 _AT_ENDPOINTS = ("api_key", "model_names", "endpoint_timeout")
 
