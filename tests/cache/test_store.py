@@ -226,6 +226,24 @@ def test_strips_that_nobody_reads_are_dropped() -> None:
     assert set(trajectory.strips) == {"plan"}
 
 
+def test_rows_that_a_dropped_reader_wrote_go_with_its_strip() -> None:
+    """Also while a turn uses them: they are not matched, and go when it ends."""
+    store = store_of()
+    trajectory, _ = store.checkout([1, 2, 3, 4], "shared")
+    layouts = [StripLayout("plan", in_base=True), StripLayout("old", in_base=True)]
+    store.reserve(trajectory, 4, layouts)
+    trajectory.commit([1, 2, 3, 4], PLAN)
+    trajectory.strips["plan"].cover(0, 4)
+    trajectory.strips["old"].cover(2, 3)
+    keep(store, strips=("plan",))
+    assert trajectory.length == 4
+    _, matched = store.checkout([1, 2, 3, 4, 5], "shared")
+    assert matched == 2
+    store.release(trajectory)
+    assert trajectory.token_ids.tolist() == [1, 2]
+    assert set(trajectory.strips) == {"plan"}
+
+
 def test_unknown_sessions_are_named() -> None:
     store = store_of()
     trajectory, _ = run(store, [1, 2])

@@ -121,6 +121,40 @@ def test_a_strip_knows_its_gaps() -> None:
     assert strip.missing(6) == []
 
 
+def test_a_strip_forgets_a_range_and_keeps_the_rest() -> None:
+    strip = Strip(StripLayout("plan"), LAYOUT, 16)
+    strip.cover(2, 9)
+    strip.cover(11, 14)
+    strip.uncover(4, 12)
+    assert strip.covered == [(2, 4), (12, 14)]
+    assert strip.missing(14) == [(0, 2), (4, 12)]
+    assert list(strip.tensors()) == []
+
+
+def test_hidden_states_grow_and_are_counted_as_strips_are() -> None:
+    trajectory = filled(5)
+    held = trajectory.bytes_held()
+    strip = trajectory.add_strip(StripLayout("hidden", h_widths=(0, 6)))
+    assert trajectory.bytes_held() - held == 16 * 6 * 4
+    (hidden,) = strip.tensors()
+    hidden.copy_(torch.randn(16, 6))
+    trajectory.grow(64)
+    assert strip.hidden[0] is None
+    assert torch.equal(strip.hidden[1][:5], hidden[:5])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_rows_are_written_where_they_lie_and_mixed_by_weight(weight: float) -> None:
+    trajectory = filled(8)
+    before = trajectory.base.k[1].clone()
+    rows, new = torch.tensor([1, 4, 5]), torch.randn(2, 3, 4)
+    trajectory.base.write(1, rows, new, new, weight)
+    expected = weight * new + (1 - weight) * before[:, rows]
+    assert torch.allclose(trajectory.base.k[1][:, rows], expected)
+    others = torch.tensor([0, 2, 3, 6, 7])
+    assert torch.equal(trajectory.base.k[1][:, others], before[:, others])
+
+
 def test_private_rows_start_where_the_turn_starts() -> None:
     trajectory = filled(5)
     private = trajectory.open_private(8)

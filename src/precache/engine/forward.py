@@ -193,7 +193,8 @@ class Forward:
         for rows, lane in self.lanes:
             if lane.spec.writes(layer):
                 buffers = lane.private or lane.trajectory.base
-                buffers.write(layer, lane.index, k[0, :, rows], v[0, :, rows])
+                weight = lane.spec.weight(layer)
+                buffers.write(layer, lane.index, k[0, :, rows], v[0, :, rows], weight)
                 self.work.kv_entries += len(lane.token_ids)
         if self.keys_values_only:
             raise KeyValuesStored

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from precache.adapters.bank import Adapter, AdapterBank
 from precache.cache.layout import StripLayout
 from precache.engine.policies.base import (
@@ -27,7 +29,7 @@ class ReBaseShared(SharingPolicy):
     """
 
     name = "rebaseshared"
-    schedules = (LAZY_PREFILL, DOUBLE_BATCH, IDLE_LAZY_PREFILL)
+    schedules: ClassVar[tuple[str, ...]] = (LAZY_PREFILL, DOUBLE_BATCH, IDLE_LAZY_PREFILL)
     base_is_neutral = True
 
     @property
