@@ -84,7 +84,7 @@ def vllm_config(**changes: Any) -> Any:
             get_sliding_window=lambda: None,
         ),
         parallel_config=SimpleNamespace(enable_dbo=False, worker_cls="auto"),
-        scheduler_config=SimpleNamespace(scheduler_cls=None),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False),
     )
     for path, value in changes.items():
         owner, _, name = path.rpartition("__")
@@ -110,6 +110,7 @@ OFFENDERS: dict[str, dict[str, Any]] = {
     "sliding-window": {"model_config__get_sliding_window": lambda: 128},
     "speculative_config": {"speculative_config": object()},
     "decode_context_parallel_size": {"parallel_config__decode_context_parallel_size": 2},
+    "async_scheduling": {"scheduler_config__async_scheduling": True},
     "enable_dbo": {"parallel_config__enable_dbo": True},
     "scheduler_cls": {"scheduler_config__scheduler_cls": "mine.Scheduler"},
     "worker_cls": {"parallel_config__worker_cls": "mine.Worker"},

@@ -14,10 +14,7 @@ from precache.vllm_plugin.compat import require_compatible
 from precache.vllm_plugin.rejections import UnsupportedVllmSettingsError, find_problems
 from precache.vllm_plugin.settings import PluginSettings, parse_settings
 
-SCHEDULERS = {
-    False: "precache.vllm_plugin.scheduler.SharingScheduler",
-    True: "precache.vllm_plugin.scheduler.AsyncSharingScheduler",
-}
+SCHEDULER = "precache.vllm_plugin.scheduler.SharingScheduler"
 CPU_WORKER = "precache.vllm_plugin.worker.SharingCPUWorker"
 CPU_BACKEND = "precache.vllm_plugin.backends.cpu.SharingCPUBackend"
 CPU_PUNICA = "precache.vllm_plugin.punica.GroupedPunicaWrapper"
@@ -47,10 +44,9 @@ def _configure(vllm_config: Any) -> None:
     if settings is None or model_config is None or model_config.is_submodel_config:
         return
     require_compatible()
-    scheduler = SCHEDULERS[bool(vllm_config.scheduler_config.async_scheduling)]
-    if problems := find_problems(vllm_config, settings, {scheduler, CPU_WORKER}):
+    if problems := find_problems(vllm_config, settings, {SCHEDULER, CPU_WORKER}):
         raise UnsupportedVllmSettingsError(settings.policy.name, problems)
-    vllm_config.scheduler_config.scheduler_cls = scheduler
+    vllm_config.scheduler_config.scheduler_cls = SCHEDULER
     vllm_config.parallel_config.worker_cls = CPU_WORKER
 
 

@@ -100,6 +100,8 @@ def _engine_problems(config: Any, own_classes: Collection[str]) -> Iterator[str]
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             yield f"{name}: got {getattr(parallel, name)}, allowed is 1"
+    if scheduler.async_scheduling:
+        yield "async_scheduling: the plugin extends the synchronous scheduler only"
     if parallel.enable_dbo:
         yield "enable_dbo: two half batches have no single slot mapping"
     if scheduler.scheduler_cls is not None and scheduler.scheduler_cls not in own_classes:

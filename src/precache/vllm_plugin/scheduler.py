@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from precache.vllm_plugin.activation import install_core_hooks
@@ -27,18 +26,8 @@ _logger = logging.getLogger(__name__)
 install_core_hooks()
 
 
-class _Sharing:
-    """What the plugin adds to either of vLLM's schedulers."""
-
-    # Of vLLM's Scheduler:
-    vllm_config: Any
-    kv_cache_config: Any
-    kv_cache_manager: Any
-    block_size: int
-    requests: dict[str, Any]
-    running: list[Any]
-    waiting: Any
-    grammar_compile_error_reqs: set[str]
+class SharingScheduler(Scheduler):
+    """vLLM's scheduler under a policy of the plugin, for engines that run one step after the other."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +61,7 @@ class _Sharing:
                 # The scheduler loads, once; the workers must not load again at every step.
                 request.lora_request.load_inplace &= not self.adapters.holds(request.lora_request)
             self._admit(request)
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)
 
     def _admit(self, request: Any) -> bool:
         """Make the request's adapter resident and give it a key; a request whose adapter cannot be loaded fails."""
@@ -95,7 +84,7 @@ class _Sharing:
             return False
         if not self.adapters.holds(request.lora_request) and not self._admit(request):
             return False
-        ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        ready: bool = super()._handle_blocked_waiting_request(request)
         return ready
 
     def _adapters_in_use(self) -> set[int]:
@@ -118,7 +107,7 @@ class _Sharing:
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self.shadows is not None:
             self.shadows.on_preempted(request)
-        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        super()._preempt_request(request, *args, **kwargs)
         self._give_key(request)
 
     # --- a step ----------------------------------------------------------------------------------
@@ -126,7 +115,7 @@ class _Sharing:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.shadows is not None:
             self.shadows.abort_dropped()
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        output = super().schedule(*args, **kwargs)
         for request, num_reused, block_ids in self._admitted_now(output):
             self._count_reuse(request, num_reused, block_ids)
             if self.shadows is not None:
@@ -154,21 +143,21 @@ class _Sharing:
         self.counters.reused_tokens += others * self.block_size
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        outputs: dict[int, Any] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        outputs: dict[int, Any] = super().update_from_output(*args, **kwargs)
         if self.shadows is not None:
             self.shadows.take_out_of(outputs)
             self.shadows.publish()
         return outputs
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             self.counters.put_into(stats)
         return stats
 
     def _free_request_blocks(self, request: Any) -> None:
         if self.shadows is None or not self.shadows.keep_blocks_of(request):
-            super()._free_request_blocks(request)  # type: ignore[misc]
+            super()._free_request_blocks(request)
 
     # --- what others see -------------------------------------------------------------------------
 
@@ -206,14 +195,6 @@ class _Sharing:
 
         self.kv_cache_manager.record_prefix_cache_stats = record
         self.kv_cache_manager.allocate_slots = allocate
-
-
-class SharingScheduler(_Sharing, Scheduler):
-    """For engines that run one step after the other."""
-
-
-class AsyncSharingScheduler(_Sharing, AsyncScheduler):
-    """For engines that schedule a step while the one before runs."""
 
 
 def _adapter_id(request: Any) -> int:
