@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from precache.cli.options import POLICY_SETTINGS, engine_settings
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ _AT_LEAST: dict[str, tuple[float, str]] = {
     "tool_timeout": (0.001, "seconds above 0"),
     "temperature": (0, "a number from 0"),
 }
+_SHAPING = (
+    "dtype",
+    "schedule",
+    *POLICY_SETTINGS,
+)  # engine settings that change what is said or measured
 _NATURAL_ONLY = ("repeats", "seed", "temperature", "corpus", "search_url", "tool_timeout")
 
 
@@ -127,7 +133,9 @@ def options(args: argparse.Namespace) -> RunOptions:
 def settings(args: argparse.Namespace, workflow: Workflow) -> dict[str, Any]:
     """Return what must be equal for two runs to share a results file; the policy need not."""
     run = options(args)
+    engine = {name: str(value) for name, value in engine_settings(args).items() if name in _SHAPING}
     return {
+        **({"engine": engine} if engine else {}),
         "task": args.task,
         "workflow": hashlib.sha256(repr(workflow).encode()).hexdigest()[:16],
         "model": None if args.base_url else args.model or DEFAULT_MODEL,
