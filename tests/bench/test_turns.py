@@ -88,6 +88,17 @@ def test_a_run_counts_what_it_ran(model: str, adapters: dict[str, Path]):
     assert 0 < run.ttft_s < run.wall_s
 
 
+def test_what_is_recomputed_is_counted(model: str, adapters: dict[str, Path]):
+    every_layer = {"policy": "droidspeak", "recompute_share": 1.0, "dtype": "float32"}
+    player = EnginePlayer(Engine.load(model, adapters, **every_layer))
+    layers = player.engine.model.shape.num_layers
+    run = play_trace(player, SHORT, **TOKENS)
+    shared = play_trace(engine_player(model, adapters, "fullshared"), SHORT, **TOKENS)
+    assert run.work.refreshed_kv_entries == layers * run.work.catch_up > 0
+    assert run.work.flops == shared.work.flops + run.work.catch_up_flops > shared.work.flops
+    assert shared.work.refreshed_kv_entries == shared.work.catch_up == 0
+
+
 def test_every_run_starts_from_an_empty_cache(model: str, adapters: dict[str, Path]):
     players: list[Player] = [
         stock_player(model, adapters),

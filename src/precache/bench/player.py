@@ -21,7 +21,8 @@ class Work:
 
     ``prefilled`` are the prompt tokens that were not reused, ``catch_up`` those run again for the reader's strip,
     ``neutral`` those run with adapters off. ``neutral_wait_s`` is part of the time to first token, ``neutral_s`` comes
-    after the last token.
+    after the last token. By count (see precache.request.Usage): ``flops`` of everything, ``catch_up_flops`` and
+    ``refreshed_kv_entries`` of what was run again for the reader.
     """
 
     prefilled: int = 0
@@ -29,6 +30,9 @@ class Work:
     neutral: int = 0
     neutral_wait_s: float = 0.0
     neutral_s: float = 0.0
+    flops: int = 0
+    catch_up_flops: int = 0
+    refreshed_kv_entries: int = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -37,6 +41,9 @@ class Work:
             self.neutral + other.neutral,
             self.neutral_wait_s + other.neutral_wait_s,
             self.neutral_s + other.neutral_s,
+            self.flops + other.flops,
+            self.catch_up_flops + other.catch_up_flops,
+            self.refreshed_kv_entries + other.refreshed_kv_entries,
         )
 
 
@@ -166,6 +173,9 @@ class EnginePlayer:
                     usage.neutral_tokens,
                     timings.neutral_wait_s,
                     timings.neutral_s,
+                    usage.flops,
+                    usage.catch_up_flops,
+                    usage.refreshed_kv_entries,
                 )
                 self._synchronise()
             yield from chunk.token_ids

@@ -50,6 +50,9 @@ class Row:
     neutral_wait_s: float
     tokens_prefilled: int
     catch_up_tokens: int
+    flops: int | None  # None: not counted
+    catch_up_flops: int | None
+    refreshed_kv_entries: int
     neutral_tokens: int
     peak_cache_bytes: int
     base_bytes: int
@@ -105,6 +108,9 @@ def _row(key: RowKey, chunk: int, trace: Trace, runs: Mapping[RowKey, Sequence[R
         neutral_wait_s=spread["neutral_wait_s"].median,
         tokens_prefilled=work.prefilled + work.catch_up,
         catch_up_tokens=work.catch_up,
+        flops=work.flops or None,
+        catch_up_flops=work.catch_up_flops if work.flops else None,
+        refreshed_kv_entries=work.refreshed_kv_entries,
         neutral_tokens=work.neutral,
         peak_cache_bytes=max(run.cache_bytes.peak for run in own),
         base_bytes=own[-1].cache_bytes.base,

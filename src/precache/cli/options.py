@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from precache import Engine
 
 DEMO_ROLES = ("plan", "action", "reflect")
-POLICY_SETTINGS = ("recompute_share", "recompute_profile", "calibration")  # what some policies need
+POLICY_SETTINGS = (
+    "recompute_share",
+    "recompute_profile",
+    "calibration",
+    "blend_weight",
+)  # what some policies need
 _ENGINE_SETTINGS = ("policy", "schedule", "dtype", "cache_memory", "device", *POLICY_SETTINGS)
 
 
@@ -55,7 +60,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model: bool = True) -
 
 
 def add_policy_options(group: argparse._ActionsContainer) -> None:
-    """Add what some policies need: what droidspeak, cacheblend and relaycaching may replace, and calibrated's file."""
+    """Add what some policies need: a share and layers to recompute, corrections, the mix of blend."""
     group.add_argument(
         "--recompute-share",
         type=float,
@@ -73,6 +78,12 @@ def add_policy_options(group: argparse._ActionsContainer) -> None:
         type=Path,
         metavar="FILE",
         help="the corrections of calibrated, as precache compare --calibrate writes them",
+    )
+    group.add_argument(
+        "--blend-weight",
+        type=float,
+        metavar="WEIGHT",
+        help="how much of the base that blend stores is neutral (0.5)",
     )
 
 
