@@ -109,6 +109,7 @@ OFFENDERS: dict[str, dict[str, Any]] = {
     "hybrid": {"model_config__is_hybrid": True},
     "sliding-window": {"model_config__get_sliding_window": lambda: 128},
     "speculative_config": {"speculative_config": object()},
+    "pipeline_parallel_size": {"parallel_config__pipeline_parallel_size": 2},
     "decode_context_parallel_size": {"parallel_config__decode_context_parallel_size": 2},
     "async_scheduling": {"scheduler_config__async_scheduling": True},
     "enable_dbo": {"parallel_config__enable_dbo": True},

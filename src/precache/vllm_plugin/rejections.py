@@ -97,6 +97,8 @@ def _engine_problems(config: Any, own_classes: Collection[str]) -> Iterator[str]
     parallel, scheduler = config.parallel_config, config.scheduler_config
     if config.speculative_config is not None:
         yield "speculative_config: drafted tokens are not known to the strips"
+    if getattr(parallel, "pipeline_parallel_size", 1) != 1:
+        yield "pipeline_parallel_size: vLLM's CPU runner fails at the first step of a pipeline with LoRA"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             yield f"{name}: got {getattr(parallel, name)}, allowed is 1"
