@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +102,34 @@ def test_a_request_while_a_stream_is_open_on_the_same_trajectory(
         engine.score("action", TURNS[0][1], said)
         later = engine.score("reflect", [*TURNS[0][1], *said[:2], *tokens(2)], tokens(2, seed=3))
     assert float((inside - later).abs().max()) < TOLERANCE
+
+
+def test_a_long_prompt_lets_others_in_between_its_passes(
+    llama: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokens(40, seed=10)
+    with llama.engine("prelrshared", prefill_chunk=4) as engine, ThreadPoolExecutor() as pool:
+        forward, looks, seen = engine.model.forward, [], []
+
+        def watched(*args: Any) -> Tensor:
+            if looks:
+                seen.append(
+                    looks[0].result(timeout=60)[0].length
+                )  # it had its turn before this pass
+                looks.clear()
+            logits = forward(*args)
+            if len(seen) < 2:
+                looks.append(pool.submit(engine.sessions))
+                while engine._lock.waiting == 0:
+                    time.sleep(0.001)
+            return logits
+
+        monkeypatch.setattr(engine.model, "forward", watched)
+        output = engine.generate("plan", prompt, max_tokens=2, ignore_eos=True)
+    assert seen == [4, 8]
+    with llama.engine("prelrshared", prefill_chunk=4) as engine:
+        undisturbed = engine.generate("plan", prompt, max_tokens=2, ignore_eos=True)
+    assert output.token_ids == undisturbed.token_ids
 
 
 def test_streamed_equals_generated(llama: Setup) -> None:

@@ -25,6 +25,7 @@ from precache.chat import ChatTokenizer, Prompt
 from precache.config import EngineConfig, parse_size
 from precache.engine.checkpoints import resolve_model
 from precache.engine.idle import IdleWorker
+from precache.engine.lock import FairLock
 from precache.engine.model import BackboneModel
 from precache.engine.output import OutputStream
 from precache.engine.persistence import CacheOwner, load_trajectory, save_trajectory
@@ -64,7 +65,7 @@ class Engine:
         self.store = TrajectoryStore(model.layout, config.cache_memory, config.growth_tokens)
         self.context_window = _context_window(config, model)
         self._runner = TurnRunner(model, self.bank, self.store, self.policy, config.prefill_chunk)
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._idle = IdleWorker(self._idle_turn) if self.policy.when_idle else None
         self._closed = False
 
@@ -209,10 +210,11 @@ class Engine:
             try:
                 tokens = prompt_ids[turn.matched :]
                 while output.finish_reason is None:
-                    with self._lock:
-                        last = turn.trajectory.length + len(tokens) - 1
-                        logits = self._runner.extend(turn, tokens, last)[0]
-                    tokens = [output.sample(logits)]
+                    last = turn.trajectory.length + len(tokens) - 1
+                    for chunk in self._runner.chunks(tokens):
+                        with self._lock:
+                            logits = self._runner.extend(turn, chunk, last)
+                    tokens = [output.sample(logits[0])]
                     output.ttft_s = output.ttft_s or time.perf_counter() - started
                     if output.finish_reason is None:
                         yield output.chunk()

@@ -147,18 +147,20 @@ class TurnRunner:
         Raises NonFiniteLogitsError (nothing of the turn stays cached), CacheBudgetError and TurnCancelledError.
         """
         collected = []
-        for first in range(0, len(token_ids), self.prefill_chunk):
+        for chunk in self.chunks(token_ids):
             turn.check_cancel()
-            chunk = token_ids[first : first + self.prefill_chunk]
-            logits = self._extend_chunk(turn, chunk, logits_from)
-            if logits.shape[0]:
-                collected.append(logits)
+            collected.append(self._extend_chunk(turn, chunk, logits_from))
         logits = collected[0] if len(collected) == 1 else torch.cat(collected)
-        if not _all_finite(logits):
+        if logits.shape[0] and not _all_finite(logits):
             position = turn.trajectory.length - 1
             turn.trajectory.truncate(turn.untouched)
             raise NonFiniteLogitsError(turn.writer.name, position)
         return logits
+
+    def chunks(self, token_ids: Sequence[int]) -> list[Sequence[int]]:
+        """The tokens in runs that one forward pass takes."""
+        size = self.prefill_chunk
+        return [token_ids[first : first + size] for first in range(0, len(token_ids), size)]
 
     def _extend_chunk(self, turn: Turn, token_ids: Sequence[int], logits_from: int) -> Tensor:
         trajectory, plan = turn.trajectory, turn.plan
