@@ -50,6 +50,7 @@ def test_the_policy_is_read() -> None:
         ("prelrshared", ConfigError),
         ({"policy": "baseshared"}, UnknownPolicyError),
         ({"policy": 3}, UnknownPolicyError),
+        ({"experimental_cuda": "yes"}, ConfigError),
     ],
 )
 def test_wrong_settings_are_refused(given: object, error: type[Exception]) -> None:
@@ -142,6 +143,41 @@ def test_all_offenders_are_named_at_once() -> None:
 def test_policies_without_strips_take_sliding_windows() -> None:
     config = vllm_config(model_config__get_sliding_window=lambda: 128)
     assert problems_of(config, "fullshared") == []
+
+
+def cuda_problems(experimental: bool = True, **changes: Any) -> list[str]:
+    ready = {
+        "device_config__device_type": "cuda",
+        "attention_config": SimpleNamespace(backend=SimpleNamespace(name="TRITON_ATTN")),
+        "model_config__enforce_eager": True,
+        "use_v2_model_runner": False,
+    }
+    settings = PluginSettings(PLUGIN_POLICIES["prelrshared"], experimental_cuda=experimental)
+    return find_problems(vllm_config(**(ready | changes)), settings, {})
+
+
+def test_cuda_asks_for_its_opt_in_in_a_sentence() -> None:
+    (problem,) = cuda_problems(experimental=False)
+    assert "experimental, nobody has run it on a GPU yet" in problem
+    assert '"experimental_cuda": true' in problem
+    assert parse_settings({"precache": {"experimental_cuda": True}}).experimental_cuda
+    assert cuda_problems() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_config": SimpleNamespace(backend=None)}, "--attention-backend TRITON_ATTN"),
+        ({"model_config__enforce_eager": False}, "enforce_eager"),
+        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"device_config__device_type": "tpu"}, "device 'tpu'"),
+    ],
+)
+def test_what_the_cuda_backend_cannot_run_with_is_named(
+    changes: dict[str, Any], named: str
+) -> None:
+    (problem,) = cuda_problems(**changes)
+    assert named in problem
 
 
 # --- strips in the page's tail -------------------------------------------------------------------

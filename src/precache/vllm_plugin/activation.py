@@ -16,7 +16,9 @@ from precache.vllm_plugin.settings import PluginSettings, parse_settings
 
 SCHEDULER = "precache.vllm_plugin.scheduler.SharingScheduler"
 CPU_WORKER = "precache.vllm_plugin.worker.SharingCPUWorker"
+CUDA_WORKER = "precache.vllm_plugin.worker.SharingCUDAWorker"
 CPU_BACKEND = "precache.vllm_plugin.backends.cpu.SharingCPUBackend"
+CUDA_BACKEND = "precache.vllm_plugin.backends.triton.SharingTritonBackend"
 CPU_PUNICA = "precache.vllm_plugin.punica.GroupedPunicaWrapper"
 
 _MARK = "_precache_wrapped"
@@ -44,10 +46,12 @@ def _configure(vllm_config: Any) -> None:
     if settings is None or model_config is None or model_config.is_submodel_config:
         return
     require_compatible()
-    if problems := find_problems(vllm_config, settings, {SCHEDULER, CPU_WORKER}):
+    on_cuda = vllm_config.device_config.device_type == "cuda"
+    worker = CUDA_WORKER if on_cuda else CPU_WORKER
+    if problems := find_problems(vllm_config, settings, {SCHEDULER, worker}):
         raise UnsupportedVllmSettingsError(settings.policy.name, problems)
     vllm_config.scheduler_config.scheduler_cls = SCHEDULER
-    vllm_config.parallel_config.worker_cls = CPU_WORKER
+    vllm_config.parallel_config.worker_cls = worker
 
 
 def current_settings() -> PluginSettings | None:
@@ -101,18 +105,11 @@ def install_core_hooks() -> None:
 
 def install_cpu_worker_hooks() -> None:
     """Register attention, projection and LoRA arithmetic for a CPU. Called in a worker's process, before the model."""
-    import vllm.lora.utils
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from precache.vllm_plugin.lora_layer import StripProjection
-
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
-    if StripProjection not in vllm.lora.utils._all_lora_classes:
-        vllm.lora.utils._all_lora_classes = (
-            StripProjection,
-            *vllm.lora.utils._all_lora_classes,
-        )
+    _register_projection()
 
     def get_punica_wrapper(original: Callable[[], str]) -> Any:
         @functools.wraps(original)
@@ -122,6 +119,24 @@ def install_cpu_worker_hooks() -> None:
         return classmethod(wrapped)
 
     _wrap(CpuPlatform, "get_punica_wrapper", get_punica_wrapper)
+
+
+def install_cuda_worker_hooks() -> None:
+    """Register attention and projection for CUDA; vLLM's own LoRA arithmetic stays. Called before the model."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.TRITON_ATTN, CUDA_BACKEND)
+    _register_projection()
+
+
+def _register_projection() -> None:
+    import vllm.lora.utils
+
+    from precache.vllm_plugin.lora_layer import StripProjection
+
+    known = vllm.lora.utils._all_lora_classes
+    if StripProjection not in known:
+        vllm.lora.utils._all_lora_classes = (StripProjection, *known)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:

@@ -41,6 +41,7 @@ _LORA = "vllm.lora.layers.column_parallel_linear"
 _PUNICA = "vllm.lora.punica_wrapper.punica_cpu"
 _CPU = "vllm.v1.attention.backends.cpu_attn"
 _OPS = "vllm._custom_ops"
+_TRITON = "vllm.v1.attention.backends.triton_attn"
 
 PRIVATE = (
     # wrapped, by activation.py
@@ -84,6 +85,9 @@ PRIVATE = (
     Private("vllm.v1.core.block_pool", "BlockPool.free_blocks", "self ordered_blocks"),
     Private("vllm.v1.request", "Request.update_block_hashes", "self"),
     # subclassed, by the workers, layers and backends
+    Private("vllm.v1.worker.gpu_worker", "Worker.load_model", "self load_dummy_weights"),
+    Private("vllm.v1.worker.gpu_worker", "Worker.get_kv_cache_spec", "self"),
+    Private("vllm.v1.worker.gpu_worker", "Worker.execute_model", "self scheduler_output"),
     Private("vllm.v1.worker.cpu_worker", "CPUWorker.load_model", "self load_dummy_weights"),
     Private("vllm.v1.worker.cpu_worker", "CPUWorker.get_kv_cache_spec", "self"),
     Private("vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", "self scheduler_output"),
@@ -121,6 +125,16 @@ PRIVATE = (
     Private(
         _CPU,
         "CPUAttentionBackendImpl.do_kv_cache_update",
+        "self layer key value kv_cache slot_mapping",
+    ),
+    Private(
+        _TRITON,
+        "TritonAttentionImpl.forward",
+        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale",
+    ),
+    Private(
+        _TRITON,
+        "TritonAttentionImpl.do_kv_cache_update",
         "self layer key value kv_cache slot_mapping",
     ),
     Private(_CPU, "CPUAttentionMetadataBuilder._set_isa_to_layers", "self layer_names"),

@@ -60,6 +60,13 @@ class StripProjection(MergedQKVParallelLinearWithLoRA):
         value_b: Tensor = self.lora_b_stacked[_V][slot, 0].view(-1, head_dim, self.lora_rank)
         return value_b
 
+    @property
+    def stacked_value_b(self) -> Tensor:
+        """Scaled B of the values of all slots, [num_slots, num_kv_heads, rank, head_dim], packed."""
+        shape = (self.num_slots, -1, self.base_layer.head_size, self.lora_rank)
+        value_b: Tensor = self.lora_b_stacked[_V].view(shape).transpose(2, 3).contiguous()
+        return value_b
+
     def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
         rows, flat = x.flatten(0, -2), output.flatten(0, -2)
         self.punica_wrapper.add_lora_linear(

@@ -10,7 +10,11 @@ from precache.errors import PrecacheError
 from precache.vllm_plugin.settings import PluginSettings
 
 STRIP_MACHINES = ("x86_64", "amd64")
-_STOCK_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker")
+_STOCK_WORKERS = (
+    "auto",
+    "vllm.v1.worker.cpu_worker.CPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker",
+)
 
 
 class UnsupportedVllmSettingsError(PrecacheError):
@@ -37,9 +41,11 @@ def find_problems(config: Any, settings: PluginSettings, own_classes: Collection
 
 def _device_problems(config: Any, settings: PluginSettings) -> Iterator[str]:
     device = config.device_config.device_type
-    if device != "cpu":
+    if device == "cuda":
+        yield from _cuda_problems(config, settings)
+    elif device != "cpu":
         yield (
-            f"device {device!r}: the plugin's attention backend is for CPUs, the one for CUDA is not there yet; "
+            f"device {device!r}: the plugin's attention backends are for CPUs and, as an experiment, for CUDA; "
             "run vLLM without the plugin, or precache's transformers engine"
         )
     elif settings.policy.strips and platform.machine().lower() not in STRIP_MACHINES:
@@ -47,6 +53,22 @@ def _device_problems(config: Any, settings: PluginSettings) -> Iterator[str]:
             f"machine {platform.machine()!r}: how vLLM lays values out is known for {STRIP_MACHINES[0]} only, "
             "policies nonshared and fullshared run"
         )
+
+
+def _cuda_problems(config: Any, settings: PluginSettings) -> Iterator[str]:
+    if not settings.experimental_cuda:
+        yield (
+            "device 'cuda': the plugin's CUDA backend is experimental, nobody has run it on a GPU yet; "
+            '"experimental_cuda": true beside the policy tries it, precache\'s transformers engine runs without'
+        )
+        return
+    backend = config.attention_config.backend
+    if getattr(backend, "name", None) != "TRITON_ATTN":
+        yield f"attention backend: got {getattr(backend, 'name', 'auto')}, needed is --attention-backend TRITON_ATTN"
+    if not config.model_config.enforce_eager:
+        yield "enforce_eager: got False, needed is True: strips are not written in captured graphs"
+    if config.use_v2_model_runner:
+        yield "model runner V2: needed is VLLM_USE_V2_MODEL_RUNNER=0"
 
 
 def _lora_problems(config: Any) -> Iterator[str]:

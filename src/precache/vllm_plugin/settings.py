@@ -9,7 +9,7 @@ from typing import Any
 from precache.errors import ConfigError, UnknownPolicyError
 
 CONFIG_KEY = "precache"
-_FIELDS = ("policy",)
+_FIELDS = ("policy", "experimental_cuda")
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ PLUGIN_POLICIES: Mapping[str, PluginPolicy] = {
 
 @dataclass(frozen=True)
 class PluginSettings:
-    """What the user asked the plugin for."""
+    """What the user asked the plugin for. ``experimental_cuda`` lets it run on a GPU, where nobody has run it yet."""
 
     policy: PluginPolicy
+    experimental_cuda: bool = False
 
 
 def parse_settings(additional_config: object) -> PluginSettings | None:
@@ -58,7 +59,10 @@ def parse_settings(additional_config: object) -> PluginSettings | None:
         raise ConfigError(where, given, f"an object with the fields {list(_FIELDS)}")
     if unknown := sorted(set(given) - set(_FIELDS)):
         raise ConfigError(where, f"the unknown fields {unknown}", f"the fields {list(_FIELDS)}")
-    return PluginSettings(policy=find_policy(given.get("policy", "prelrshared")))
+    experimental_cuda = given.get("experimental_cuda", False)
+    if not isinstance(experimental_cuda, bool):
+        raise ConfigError(f"{where}['experimental_cuda']", experimental_cuda, "true or false")
+    return PluginSettings(find_policy(given.get("policy", "prelrshared")), experimental_cuda)
 
 
 def find_policy(name: object) -> PluginPolicy:

@@ -6,23 +6,28 @@ from typing import Any
 
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from precache.errors import ModelError
-from precache.vllm_plugin.activation import install_cpu_worker_hooks
+from precache.vllm_plugin.activation import install_cpu_worker_hooks, install_cuda_worker_hooks
 from precache.vllm_plugin.settings import parse_settings
 from precache.vllm_plugin.strips import StepMoves, StripMoves, widen_spec
 
 
-class SharingCPUWorker(CPUWorker):
-    """vLLM's CPU worker under a policy of the plugin."""
+class SharingWorker(Worker):
+    """What the plugin adds to vLLM's workers, all of which are made from its GPU worker."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = parse_settings(vllm_config.additional_config)
         assert settings is not None, "only engines that ask for the plugin get this worker"
-        install_cpu_worker_hooks()
+        self.install_hooks()
         self._policy = settings.policy
         self._step = StepMoves()
         super().__init__(vllm_config, *args, **kwargs)
+
+    def install_hooks(self) -> None:
+        """Register what the device needs, before the model is made."""
+        raise NotImplementedError
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -64,3 +69,17 @@ class SharingCPUWorker(CPUWorker):
 
         layers: dict[str, Any] = get_layers_from_vllm_config(self.vllm_config, Attention)
         return layers
+
+
+class SharingCPUWorker(SharingWorker, CPUWorker):
+    """vLLM's CPU worker under a policy of the plugin."""
+
+    def install_hooks(self) -> None:
+        install_cpu_worker_hooks()
+
+
+class SharingCUDAWorker(SharingWorker):
+    """EXPERIMENTAL, never run on a GPU: model runner V1, one step after the other, no captured graphs."""
+
+    def install_hooks(self) -> None:
+        install_cuda_worker_hooks()
