@@ -6,7 +6,7 @@ one shared cache. The mask is exact: a row sees the positions up to its own, ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,7 +21,7 @@ from precache.engine.work import Work
 
 
 class PartialPass:
-    """A pass with a group over positions of a trajectory, in chunks of ``chunk`` rows.
+    """A pass with a group over cached positions (int64, ascending, on the CPU), in chunks of ``chunk`` rows.
 
     ``before_chunk`` is called before anything of a chunk runs, and may raise to stop. ``work`` counts.
     """
@@ -46,16 +46,41 @@ class PartialPass:
         self._work = work
         self._before_chunk = before_chunk
 
-    def parts(self, positions: Tensor) -> Iterator[Tensor]:
-        """``positions`` [n] (int64, ascending, on the CPU) in parts, each of which is about to be run as a whole."""
-        if self._group.selection is not None:
-            yield positions
-        else:
-            yield from torch.split(positions, self._chunk)
+    def refresh(self, gaps: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """Run over the positions of ``gaps`` and yield those of every part that is done and recorded.
+
+        A part is a chunk, or all of them where rows are chosen. If one fails, its rows are dropped with all that
+        follows: some of them would be refreshed in some layers only.
+        """
+        if not gaps:
+            return
+        positions = torch.cat([torch.arange(low, high) for low, high in gaps])
+        whole = self._group.selection is not None
+        for part in torch.split(positions, len(positions) if whole else self._chunk):
+            written = self._work.kv_entries
+            try:
+                self._run(part)
+            except BaseException:
+                if self._work.kv_entries > written:
+                    self._trajectory.truncate(int(part[0]))
+                raise
+            self._record(part)
+            yield part
+
+    def _record(self, positions: Tensor) -> None:
+        """The reader's pass has been over these positions; with ``displaces``, the others' have not any more."""
+        (own,) = self._spec.strips
+        breaks = torch.nonzero(positions.diff() > 1).flatten().add(1).tolist()
+        for run in torch.tensor_split(positions, breaks):
+            low, high = int(run[0]), int(run[-1]) + 1
+            for key, strip in self._trajectory.strips.items():
+                if key == own.layout.key:
+                    strip.cover(low, high)
+                elif self._spec.displaces and strip.layout.in_base:
+                    strip.uncover(low, high)
 
     @torch.inference_mode()
-    def run(self, positions: Tensor) -> None:
-        """Run one part. If it raises, some of its rows are refreshed in some layers only."""
+    def _run(self, positions: Tensor) -> None:
         group = self._group
         if group.selection is None:
             self._before_chunk()

@@ -220,34 +220,21 @@ class TurnRunner:
 
     def _refresh(self, turn: Turn, spec: PassSpec, gaps: Sequence[tuple[int, int]]) -> None:
         """Replace a part of the cached k and v by the agent's own. If it fails, what it was replacing is dropped."""
-        if not gaps:
-            return
-        positions = torch.cat([torch.arange(low, high) for low, high in gaps])
-        trajectory, spent = turn.trajectory, Work()
         partial = PartialPass(
             self.model,
             self.bank,
-            trajectory,
+            turn.trajectory,
             spec,
             self.prefill_chunk,
-            spent,
+            turn.catch_up,
             turn.check_cancel,
         )
         try:
-            for part in partial.parts(positions):
-                first, written = int(part[0]), spent.kv_entries
-                try:
-                    partial.run(part)
-                except BaseException:
-                    if spent.kv_entries > written:
-                        trajectory.truncate(first)
-                    raise
-                _mark_refreshed(trajectory, spec, part)
-                turn.untouched = min(turn.untouched, first)
+            for part in partial.refresh(gaps):
+                turn.untouched = min(turn.untouched, int(part[0]))
                 turn.catch_up_tokens += len(part)
         finally:
-            turn.catch_up.add(spent)
-            self.work.add(spent)
+            self.work.add(turn.catch_up)
 
     def run_deferred(
         self, trajectory: Trajectory, max_chunks: int | None = None, work: Work | None = None
@@ -313,19 +300,6 @@ class TurnRunner:
 def _cover(lane: Lane) -> None:
     for write in lane.spec.strips:
         lane.trajectory.strips[write.layout.key].cover(lane.start, lane.end)
-
-
-def _mark_refreshed(trajectory: Trajectory, spec: PassSpec, positions: Tensor) -> None:
-    """Record that the reader's pass has been over these positions."""
-    (own,) = spec.strips
-    breaks = torch.nonzero(positions.diff() > 1).flatten().add(1).tolist()
-    for part in positions.tensor_split(breaks):
-        low, high = int(part[0]), int(part[-1]) + 1
-        for strip in trajectory.strips.values():
-            if strip.layout.key == own.layout.key:
-                strip.cover(low, high)
-            elif spec.displaces and strip.layout.in_base:
-                strip.uncover(low, high)
 
 
 def _all_finite(logits: Tensor) -> bool:
