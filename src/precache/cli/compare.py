@@ -20,8 +20,8 @@ from precache.cli.fitting import (
     is_fitting,
 )
 from precache.cli.options import (
-    adapter_pair,
     adapters_from_args,
+    add_adapter_option,
     add_policy_options,
     demo_adapters,
     engine_settings,
@@ -64,14 +64,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="hub id, local folder, or the alias smollm2")
-    add(
-        "--adapter",
-        dest="adapters",
-        type=adapter_pair,
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="a PEFT LoRA adapter and the role that it plays; repeatable (smollm2 without any: the demo's)",
+    add_adapter_option(
+        parser,
+        "a PEFT LoRA adapter and the role that it plays; repeatable (smollm2 without any: the demo's)",
     )
     add("--trajectories", type=Path, required=True, metavar="PATH", help="recorded trajectories")
     add("--task", choices=sorted(TASKS), default="scienceqa", help="of a folder (%(default)s)")

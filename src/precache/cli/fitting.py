@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,7 @@ from precache.errors import ConfigError
 
 if TYPE_CHECKING:
     from precache import Engine
-    from precache.fidelity.recordings import Recording
-
-    Progress = Callable[[Sequence[Recording]], Iterable[Recording]]
+    from precache.fidelity.recordings import Progress, Recording
 
 _OF_PROFILE = ("stride",)
 _OF_CALIBRATE = ("rank", "ridge")

@@ -34,6 +34,22 @@ def adapter_pair(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
+def add_adapter_option(
+    group: argparse._ActionsContainer,
+    help: str = "a PEFT LoRA adapter and the name of its agent; repeatable",
+) -> None:
+    """Add --adapter; ``adapters_from_args`` reads it."""
+    group.add_argument(
+        "--adapter",
+        dest="adapters",
+        type=adapter_pair,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help=help,
+    )
+
+
 def add_engine_options(parser: argparse.ArgumentParser, *, model: bool = True) -> None:
     """Add the model (unless the command brings its own), the adapters and the engine's settings."""
     if model:
@@ -41,16 +57,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model: bool = True) -
             "model", metavar="MODEL", help="hub id, local folder, or the alias smollm2"
         )
     group = parser.add_argument_group("engine")
+    add_adapter_option(group)
     add = group.add_argument
-    add(
-        "--adapter",
-        dest="adapters",
-        type=adapter_pair,
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="a PEFT LoRA adapter and the name of its agent; repeatable",
-    )
     add("--policy", help="what agents share (prelrshared, rebaseshared, nonshared, ...)")
     add("--schedule", help="when rebaseshared runs its neutral pass (lazy-prefill, ...)")
     add("--dtype", help="auto, float32, bfloat16 or float16")

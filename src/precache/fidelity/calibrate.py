@@ -9,7 +9,7 @@ token counts for every pair.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -22,12 +22,11 @@ from precache import Engine
 from precache.adapters.bank import Adapter
 from precache.errors import ConfigError
 from precache.fidelity.capture import SPLIT, States, own_states
-from precache.fidelity.recordings import Recording, check_recordings
+from precache.fidelity.recordings import Progress, Recording, check_recordings
 
 FORMAT = "precache-calibration-1"
 POLICY = "calibrated"
 
-Progress = Callable[[Sequence[Recording]], Iterable[Recording]]
 
 _Key = TypeVar("_Key")
 

@@ -9,7 +9,7 @@ hidden states that is geometry. Whether it predicts which k and which v_base is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +19,10 @@ from torch import Tensor
 from precache import Engine
 from precache.fidelity.capture import SPLIT, States, own_states, shared_states
 from precache.fidelity.intervals import Interval, Resampling
-from precache.fidelity.recordings import Recording, check_recordings
+from precache.fidelity.recordings import Progress, Recording, check_recordings
 
 NEUTRAL = "base"
 PARTS = ("hidden", "k", "v_base")
-
-Progress = Callable[[Sequence[Recording]], Iterable[Recording]]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ recomputed by itself, and those that lower the KL most are taken.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from precache import Engine
 from precache.engine.policies.profile import RecomputeProfile
 from precache.engine.policies.recompute import layer_budget
 from precache.errors import ConfigError
-from precache.fidelity.recordings import Recording, check_recordings
+from precache.fidelity.recordings import Progress, Recording, check_recordings
 from precache.fidelity.replay import EXACT, replay
 from precache.fidelity.scores import Score, score
 
@@ -27,7 +27,6 @@ CONTIGUOUS, SCATTERED = "droidspeak", "droidspeak-scattered"
 PROFILED = (CONTIGUOUS, SCATTERED)
 
 Layers = tuple[int, ...]
-Progress = Callable[[Sequence[Recording]], Iterable[Recording]]
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,10 @@ class Recording:
         return said
 
 
+Progress = Callable[[Sequence[Recording]], Iterable[Recording]]
+"""Yields the recordings as it is given them, such as a progress bar does."""
+
+
 def record(trajectory: Trajectory, encode: Encode) -> Recording:
     """Cut a trajectory into turns of token ids. Raises FidelityError if no role says a whole token."""
     token_ids = encode(trajectory.text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -10,12 +10,11 @@ from torch import Tensor
 
 from precache import Engine
 from precache.fidelity.cost import Cost, CostMeter
-from precache.fidelity.recordings import RecordedTurn, Recording, check_recordings
+from precache.fidelity.recordings import Progress, RecordedTurn, Recording, check_recordings
 from precache.fidelity.scores import Score, score
 
 EXACT = "nonshared"
 
-Progress = Callable[[Sequence[Recording]], Iterable[Recording]]
 Scores = Mapping[str, Score]  # by role
 
 
