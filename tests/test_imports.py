@@ -24,13 +24,14 @@ class Rule(NamedTuple):
 ENGINE = "engine config request chat ops cache adapters errors"
 CLI = (
     "public cli demo bench fidelity agents server training tasks "
-    "engine adapters config request chat errors vllm_plugin.launch"
+    "engine adapters config request chat access errors vllm_plugin.launch"
 )
 RULES = {
     "": Rule("config errors request engine.engine"),
     "__main__": Rule("cli"),
     "errors": Rule(""),
     "config": Rule("errors"),
+    "access": Rule("errors"),
     "request": Rule("errors"),
     "tasks": Rule("tasks errors"),
     "ops": Rule("ops errors", "torch"),
@@ -60,12 +61,12 @@ RULES = {
     "agents": Rule("agents tasks request chat errors", "openai yaml numpy"),
     "demo": Rule("public demo agents tasks request errors", "tqdm"),
     "server": Rule(
-        "public server chat config request errors "
+        "public server chat config request access errors "
         "engine.engine engine.sampler engine.sessions cache.store adapters.bank",
         "torch numpy fastapi starlette uvicorn pydantic prometheus_client llguidance",
     ),
     "vllm_plugin": Rule(
-        "vllm_plugin ops adapters cache config errors", "torch vllm prometheus_client"
+        "vllm_plugin ops adapters cache config access errors", "torch vllm prometheus_client"
     ),
     "cli": Rule(CLI, "torch tqdm"),
     "cli.inspect": Rule(CLI, "transformers"),  # reads a model's config, never a model

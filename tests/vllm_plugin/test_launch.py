@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from precache.cli.main import main
+from precache.vllm_plugin.guard import KeyGuard
+from precache.vllm_plugin.launch import GUARD
 from tests.reference.lora import QKVO, make_adapter
 
 
@@ -56,9 +59,51 @@ def test_flags_after_the_dashes_are_vllms_and_come_last(
     assert command[-4:] == ["--max-loras", "5", "--seed", "1"]
 
 
+def test_keys_close_every_path_and_stay_off_the_command_line(
+    model: str, adapters: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = f"plan={adapters['qv']['plan']}"
+    argv = ["serve", model, "--engine", "vllm", "--adapter", adapter, "--host", "0.0.0.0"]
+    argv += ["--api-key", "first-key", "--api-key", "second-key"]
+    started: list[Any] = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
+    monkeypatch.setattr("os.execve", lambda *call: started.append(call))
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    main([*argv, "--", "--middleware", "their.Own"])
+    ((_, command, environment),) = started
+    assert shlex.split(capsys.readouterr().out) == command
+    assert command[-4:] == ["--middleware", "their.Own", "--middleware", GUARD]
+    assert not [part for part in command if "-key" in part]
+    assert environment["PRECACHE_API_KEY"] == "first-key,second-key"
+    assert "VLLM_API_KEY" not in environment
+    module, name = GUARD.rsplit(".", 1)
+    assert getattr(importlib.import_module(module), name) is KeyGuard
+
+
+def test_an_open_server_has_no_guard(
+    model: str, adapters: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = printed(capsys, model, "--adapter", f"plan={adapters['qv']['plan']}")
+    assert "--middleware" not in command
+
+
+@pytest.mark.parametrize(
+    "passed_on", [["--host", "0.0.0.0"], ["--hos=::"], ["--api-key", "k"], ["--api_key=k"]]
+)
+def test_host_and_key_belong_before_the_dashes(
+    passed_on: list[str], model: str, adapters: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = f"plan={adapters['qv']['plan']}"
+    argv = ["serve", model, "--engine", "vllm", "--print-command", "--adapter", adapter]
+    assert main([*argv, "--", *passed_on]) == 2
+    assert "before --" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        (["--api-key", "short"], "--api-key"),
+        (["--api-key", "one-key,two-keys"], "commas"),
         (["--policy", "baseshared"], "baseshared"),
         (["--schedule", "lazy-prefill"], "--schedule"),
         (["--admin-key", "0123456789"], "--admin-key"),

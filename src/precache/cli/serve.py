@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from precache.access import API_KEY_VARIABLE, split_keys
 from precache.cli.options import (
     adapters_from_args,
     add_engine_options,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from precache import Engine
     from precache.server import ServerSettings
 
-API_KEY_VARIABLE = "PRECACHE_API_KEY"
 ADMIN_KEY_VARIABLE = "PRECACHE_ADMIN_KEY"
 _PACKAGES = ("fastapi", "uvicorn", "llguidance", "prometheus_client")
 
@@ -136,9 +136,8 @@ def settings_from_args(args: argparse.Namespace) -> ServerSettings:
 
 
 def _api_keys(args: argparse.Namespace) -> list[str]:
-    in_environment = os.environ.get(API_KEY_VARIABLE, "").split(",")
-    keys: list[str] = args.api_key or [key for key in in_environment if key]
-    return keys
+    given: list[str] = args.api_key
+    return given or split_keys(os.environ.get(API_KEY_VARIABLE, ""))
 
 
 def _base_name(model: str) -> str:

@@ -8,6 +8,7 @@ import os
 import shlex
 from typing import Any
 
+from precache.access import API_KEY_VARIABLE, check_key, is_loopback
 from precache.cli.options import POLICY_SETTINGS, adapters_from_args
 from precache.errors import ConfigError
 
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace, api_keys: list[str]) -> int:
         return 0
     environment = dict(os.environ)
     if api_keys:  # in the environment: arguments show in the list of processes
-        environment["VLLM_API_KEY"] = api_keys[0]
+        environment[API_KEY_VARIABLE] = ",".join(api_keys)
+        environment.pop("VLLM_API_KEY", None)  # vLLM would ask for that one as well
     os.execve(command[0], command, environment)
 
 
@@ -51,7 +53,6 @@ def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str
     """vLLM's command line. Raises ConfigError for every option that vLLM's server has no counterpart of."""
     from precache.config import parse_size
     from precache.engine.checkpoints import resolve_model
-    from precache.server.settings import is_loopback
     from precache.vllm_plugin.launch import Launch, vllm_command
 
     for name, instead in _NOT_HERE.items():
@@ -61,16 +62,13 @@ def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str
             raise ConfigError(option, value, f"with --engine vllm: {instead}")
     if args.schedule not in (None, "double-batch"):
         raise ConfigError("--schedule", args.schedule, "double-batch with --engine vllm")
-    if any(given.split("=")[0] == "--host" for given in args.passed_on):
-        raise ConfigError(
-            "--host", "after --", "before --, where it is checked against the API key"
-        )
-    if len(api_keys) > 1:
-        raise ConfigError("--api-key", f"{len(api_keys)} keys", "one with --engine vllm")
+    _check_passed_on(args.passed_on)
+    for key in api_keys:
+        check_key("--api-key", key)
     host = args.host or Launch.host
     if not api_keys and not is_loopback(host):
         raise ConfigError("--host", host, "a loopback address unless an API key is set")
-    given: dict[str, Any] = {"policy": args.policy, "port": args.port}
+    chosen: dict[str, Any] = {"policy": args.policy, "port": args.port}
     return vllm_command(
         Launch(
             model=resolve_model(args.model),
@@ -80,7 +78,17 @@ def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str
             dtype=args.dtype,
             max_model_len=args.context_window,
             cache_bytes=None if args.cache_memory is None else parse_size(args.cache_memory),
+            guarded=bool(api_keys),
             extra=tuple(args.passed_on),
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in chosen.items() if value is not None},
         )
     )
+
+
+def _check_passed_on(passed_on: list[str]) -> None:
+    """Refuse what is checked before the dashes, abbreviated or not (vLLM takes --hos and --api_key too)."""
+    for given in passed_on:
+        flag = given.split("=")[0].replace("_", "-")
+        for option in ("--host", "--api-key"):
+            if len(flag) > len("--h") and option.startswith(flag):
+                raise ConfigError(option, "after --", "before --, where the two are checked")

@@ -5,20 +5,15 @@ This is a layer around the whole app, not something that routes ask for: a route
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Iterable
-
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from precache.access import CHALLENGE, KEY_NEEDED, OPEN_PATHS, bearer_key, is_one_of
 from precache.server.errors import ApiError
 from precache.server.page import page_response
 from precache.server.settings import ServerSettings
 
-OPEN_PATHS = frozenset({"/health"})
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"})
 PAGE_PATH = "/"
-_CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
 class KeyGuard:
@@ -35,7 +30,7 @@ class KeyGuard:
             return
         if scope["type"] != "http":  # there are no websockets here
             return
-        refusal = self._refusal(scope["path"], _bearer_key(scope))
+        refusal = self._refusal(scope["path"], bearer_key(scope["headers"]))
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["path"] == PAGE_PATH and scope["method"] == "GET":
@@ -45,35 +40,24 @@ class KeyGuard:
             await refusal.response()(scope, receive, send)
 
     def _refusal(self, path: str, key: str) -> ApiError | None:
-        is_admin = _is_one_of(key, [] if self._admin_key is None else [self._admin_key])
+        is_admin = is_one_of(key, [] if self._admin_key is None else [self._admin_key])
         if path in ADMIN_PATHS:
             return None if is_admin else self._no_admin(key)
-        if not self._api_keys or is_admin or _is_one_of(key, self._api_keys):
+        if not self._api_keys or is_admin or is_one_of(key, self._api_keys):
             return None
         return ApiError(
             401,
-            "a valid API key is needed: Authorization: Bearer KEY",
+            KEY_NEEDED,
             code="invalid_api_key",
-            headers=_CHALLENGE,
+            headers=CHALLENGE,
         )
 
     def _no_admin(self, key: str) -> ApiError:
         if self._admin_key is None:
             text = "this needs an admin key, and the server was started without --admin-key"
             return ApiError(403, text, code="admin_disabled")
-        if _is_one_of(key, self._api_keys):
+        if is_one_of(key, self._api_keys):
             return ApiError(403, "this needs the admin key", code="admin_key_needed")
         return ApiError(
-            401, "a valid admin key is needed", code="invalid_api_key", headers=_CHALLENGE
+            401, "a valid admin key is needed", code="invalid_api_key", headers=CHALLENGE
         )
-
-
-def _bearer_key(scope: Scope) -> str:
-    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def _is_one_of(key: str, allowed: Iterable[str]) -> bool:
-    """Compare with every key, each in constant time."""
-    given = key.encode()
-    return any([hmac.compare_digest(given, each.encode()) for each in allowed])

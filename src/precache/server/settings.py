@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from precache.access import check_key, is_loopback
 from precache.errors import ConfigError
-
-MIN_KEY_CHARS = 8
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ class ServerSettings:
         _check_range("shutdown_grace", self.shutdown_grace_s, 0, 3600)
         _check_range("max_body", self.max_body_bytes, 1024, 2**30)
         for key in self.api_keys:
-            _check_key("--api-key", key)
+            check_key("--api-key", key)
         if self.admin_key is not None:
-            _check_key("--admin-key", self.admin_key)
+            check_key("--admin-key", self.admin_key)
         if not self.api_keys and not is_loopback(self.host):
             raise ConfigError(
                 "--host",
@@ -55,25 +53,6 @@ class ServerSettings:
             raise ConfigError("--adapter-root", str(self.adapter_root), "an existing folder")
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to that host."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 def _check_range(field: str, got: float, low: float, high: float) -> None:
     if not low <= got <= high:
         raise ConfigError(field, got, f"{low:g} to {high:g}")
-
-
-def _check_key(field: str, key: str) -> None:
-    if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(
-            field,
-            f"{len(key)} characters",
-            f"at least {MIN_KEY_CHARS} printable ASCII characters without blanks",
-        )

@@ -17,12 +17,16 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 BLOCK_SIZE = (
     32  # the smallest that vLLM's CPU attention takes; the tail of a turn below it is never shared
 )
+GUARD = "precache.vllm_plugin.guard.KeyGuard"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to serve. None leaves the choice to vLLM; ``extra`` are further flags of vLLM's server, and they win."""
+    """What to serve. None leaves the choice to vLLM; ``extra`` are further flags of vLLM's server, and they win.
+
+    ``guarded``: every path but ``/health`` asks for a key of PRECACHE_API_KEY, which has to be in its environment.
+    """
 
     model: str
     adapters: Mapping[str, Path]
@@ -33,6 +37,7 @@ class Launch:
     dtype: str | None = None
     max_model_len: int | None = None
     cache_bytes: int | None = None
+    guarded: bool = False
     extra: Sequence[str] = field(default_factory=tuple)
 
 
@@ -73,6 +78,7 @@ def _arguments(launch: Launch, rank: int, targets: Sequence[str]) -> list[str]:
         "--enable-prompt-tokens-details",
         *_ask_for(launch.policy),
         *launch.extra,
+        *(("--middleware", GUARD) if launch.guarded else ()),  # last: around those of extra
     ]
 
 
