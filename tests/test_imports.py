@@ -37,7 +37,7 @@ RULES = {
     "ops": Rule("ops errors", "torch"),
     "ops.triton": Rule("ops errors", "torch triton"),
     "cache": Rule("cache errors", "torch numpy safetensors"),
-    "adapters": Rule("adapters errors", "torch safetensors"),
+    "adapters": Rule("adapters errors", "torch safetensors regex"),
     "chat": Rule("request errors", "transformers tokenizers jinja2"),
     "engine": Rule(ENGINE, "torch numpy safetensors"),
     "engine.policies": Rule("engine.policies cache adapters config errors", "torch"),

@@ -16,6 +16,7 @@ from precache.adapters.matching import (
     format_layers,
     module_path,
 )
+from precache.adapters.patterns import PatternMatcher
 
 PATHS = [module_path(layer, target) for layer in (0, 1, 10, 11) for target in TARGETS] + [
     "lm_head",
@@ -84,7 +85,7 @@ def test_patterns_equal_peft(patterns: dict[str, int]) -> None:
     hits = 0
     for path in PATHS:
         expected = patterns.get(get_pattern_key(list(patterns), path), 99)
-        assert find_pattern(patterns, path, 99) == expected, path
+        assert find_pattern(patterns, path, 99, PatternMatcher()) == expected, path
         hits += expected != 99
     assert hits > 0 or patterns == {"_proj": 1} or "proj" in patterns
 

@@ -6,10 +6,11 @@ exclude_modules, layers_to_transform, layers_pattern, rank_pattern and alpha_pat
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
+
+from precache.adapters.patterns import PatternMatcher
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -41,10 +42,10 @@ def layer_regex(name: str) -> str:
     return rf"(?:^|.*?\.){name}\.(?P<layer>\d+)\."
 
 
-def find_pattern(patterns: Mapping[str, _T], path: str, default: _T) -> _T:
+def find_pattern(patterns: Mapping[str, _T], path: str, default: _T, matcher: PatternMatcher) -> _T:
     """Value of the first pattern that matches the end of `path` at a dot (PEFT's `get_pattern_key`)."""
     for pattern, value in patterns.items():
-        if re.match(suffix_regex(pattern), path):
+        if matcher.match(suffix_regex(pattern), path):
             return value
     return patterns.get(path, default)
 
@@ -60,6 +61,7 @@ class TargetRule:
     exclude_modules: str | tuple[str, ...] = ()
     layers_to_transform: tuple[int, ...] = ()  # empty: every layer
     layers_pattern: tuple[str, ...] = ()
+    matcher: PatternMatcher = field(default_factory=PatternMatcher, compare=False, repr=False)
 
     @property
     def is_all_linear(self) -> bool:
@@ -67,11 +69,11 @@ class TargetRule:
 
     def selects(self, path: str) -> bool:
         """Whether PEFT would put LoRA on the module at `path`."""
-        if _matches(self.exclude_modules, path):
+        if self._matches(self.exclude_modules, path):
             return False
         if self.is_all_linear:
             return path not in UNSUPPORTED_MODULES
-        if not _matches(self.target_modules, path):
+        if not self._matches(self.target_modules, path):
             return False
         # PEFT asks for the layer only where a suffix matched, not for a module that is named in full.
         by_suffix = not isinstance(self.target_modules, str) and path not in self.target_modules
@@ -82,9 +84,14 @@ class TargetRule:
     def _layer_of(self, path: str) -> int | None:
         patterns = [layer_regex(name) for name in self.layers_pattern]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<layer>\d+)\."]:
-            if match := re.match(pattern, path):
+            if match := self.matcher.match(pattern, path):
                 return int(match["layer"])
         return None
+
+    def _matches(self, rule: str | tuple[str, ...], path: str) -> bool:
+        if isinstance(rule, str):
+            return bool(rule) and self.matcher.match(rule, path, whole=True) is not None
+        return any(path == suffix or path.endswith(f".{suffix}") for suffix in rule)
 
     def expand(self, num_layers: int, targets: Iterable[str]) -> frozenset[tuple[int, str]]:
         """Every (layer, target) of a model that the rule selects."""
@@ -94,12 +101,6 @@ class TargetRule:
             for layer in range(num_layers)
             if self.selects(module_path(layer, target))
         )
-
-
-def _matches(rule: str | tuple[str, ...], path: str) -> bool:
-    if isinstance(rule, str):
-        return bool(rule) and re.fullmatch(rule, path) is not None
-    return any(path == suffix or path.endswith(f".{suffix}") for suffix in rule)
 
 
 def format_layers(layers: Sequence[int]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from precache.adapters.matching import (
     module_path,
     suffix_regex,
 )
+from precache.adapters.patterns import PatternMatcher
 from precache.errors import AdapterFormatError
 
 CONFIG_NAME = "adapter_config.json"
@@ -55,15 +55,17 @@ class AdapterSpec:
     alpha_pattern: Mapping[str, float]
     target_rule: TargetRule | None  # None: the config names no target modules
     base_model_name_or_path: str | None
+    matcher: PatternMatcher  # of all the patterns here
     problems: tuple[str, ...]  # every field that is unsupported or has an unusable value
 
     def rank(self, layer: int, target: str) -> int:
         """The rank that the config gives to a module."""
-        return find_pattern(self.rank_pattern, module_path(layer, target), self.r)
+        return find_pattern(self.rank_pattern, module_path(layer, target), self.r, self.matcher)
 
     def scaling(self, layer: int, target: str) -> float:
         """The factor on B @ A of a module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-        alpha = find_pattern(self.alpha_pattern, module_path(layer, target), self.lora_alpha)
+        path = module_path(layer, target)
+        alpha = find_pattern(self.alpha_pattern, path, self.lora_alpha, self.matcher)
         rank = self.rank(layer, target)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -74,7 +76,9 @@ def read_spec(folder: Path) -> AdapterSpec:
     Raises AdapterFormatError when the file is missing, too large, or not a JSON object, and OSError. Wrong fields do
     not raise: they are in `problems`.
     """
-    return _Fields(_read_config(folder)).to_spec()
+    return _Fields(
+        _read_config(folder), PatternMatcher(f"adapter config {folder / CONFIG_NAME}")
+    ).to_spec()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -105,8 +109,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 class _Fields:
     """Takes typed values out of a config and remembers every one that is unusable."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], matcher: PatternMatcher) -> None:
         self._config = config
+        self._matcher = matcher
         self._problems = unsupported_fields(config)
 
     def to_spec(self) -> AdapterSpec:
@@ -123,6 +128,7 @@ class _Fields:
             },
             target_rule=self._target_rule(),
             base_model_name_or_path=self._base_name(),
+            matcher=self._matcher,
             problems=tuple(self._problems),
         )
 
@@ -172,7 +178,7 @@ class _Fields:
             for name in names
             if name and self._is_regex("layers_pattern", name, layer_regex(name))
         )
-        return TargetRule(targets, excluded, layers, usable)
+        return TargetRule(targets, excluded, layers, usable, self._matcher)
 
     def _names(self, field: str) -> str | tuple[str, ...]:
         value = self._config.get(field) or ()
@@ -193,12 +199,10 @@ class _Fields:
         return ()
 
     def _is_regex(self, field: str, pattern: str, as_used: str) -> bool:
-        try:
-            re.compile(as_used)
-        except (re.error, RecursionError, OverflowError) as error:
-            self._refuse(field, pattern, f"a regular expression ({error})")
-            return False
-        return True
+        problem = self._matcher.problem(as_used)
+        if problem is not None:
+            self._refuse(field, pattern, f"a regular expression ({problem})")
+        return problem is None
 
     def _base_name(self) -> str | None:
         value = self._config.get("base_model_name_or_path")
