@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from precache.adapters.bank import AdapterBank
+from precache.adapters.bank import Adapter, AdapterBank
 from precache.cache.trajectory import KvBuffers, Strip, Trajectory
 from precache.engine.policies.base import PassSpec, StripReader
 from precache.engine.work import Work
@@ -107,6 +107,14 @@ class Forward:
                 self.lanes.append((slice(row, row + len(lane.token_ids)), lane))
                 row += len(lane.token_ids)
         self.num_rows = row
+        # Which strips a pass fills is asked in every layer and answered once.
+        self._low_rank = [_low_rank_strips(lane.spec) for _, lane in self.lanes]
+        self._hidden = [
+            (rows, lane, write.layout.key)
+            for rows, lane in self.lanes
+            for write in lane.spec.strips
+            if any(write.layout.h_widths)
+        ]
         self._products: tuple[int, int, Tensor] | None = None  # the last: layer, first row, X P
 
     def writes(self, layer: int) -> bool:
@@ -136,19 +144,13 @@ class Forward:
 
     def write_strips(self, x: Tensor, layer: int, target: str) -> None:
         """Store X A of every strip that a lane writes: one product for all adapters. x is [1, rows, in]."""
-        for rows, lane in self.lanes:
-            writes = [
-                (write.layout.key, write.adapter)
-                for write in lane.spec.strips
-                if write.adapter is not None
-            ]
-            if not writes:
+        for (rows, lane), (keys, adapters) in zip(self.lanes, self._low_rank, strict=True):
+            if not keys:
                 continue
-            adapters = tuple(adapter for _, adapter in writes)
             stacked, slices = self._bank.stacked_a(layer, target, adapters)
             z = torch.mm(x[0, rows], stacked.t()) if len(stacked) else None
             self.work.add_product(rows.stop - rows.start, stacked.shape[1], len(stacked))
-            for (key, _), columns in zip(writes, slices, strict=True):
+            for key, columns in zip(keys, slices, strict=True):
                 buffer = _strip_tensor(lane.trajectory.strips[key], layer, target)
                 if buffer is None:
                     continue
@@ -175,12 +177,10 @@ class Forward:
 
     def keep_hidden(self, layer: int, hidden_states: Tensor) -> None:
         """Store the hidden states [1, rows, hidden] that enter a layer in the strips that keep them."""
-        for rows, lane in self.lanes:
-            for write in lane.spec.strips:
-                if any(write.layout.h_widths):
-                    buffer = lane.trajectory.strips[write.layout.key].hidden[layer]
-                    if buffer is not None:
-                        buffer[lane.index] = hidden_states[0, rows]
+        for rows, lane, key in self._hidden:
+            buffer = lane.trajectory.strips[key].hidden[layer]
+            if buffer is not None:
+                buffer[lane.index] = hidden_states[0, rows]
 
     # -- attention -----------------------------------------------------------------------------------------------
 
@@ -304,6 +304,12 @@ class Masking:
     scale: float
     window: int | None
     softcap: float | None
+
+
+def _low_rank_strips(spec: PassSpec) -> tuple[tuple[str, ...], tuple[Adapter, ...]]:
+    """Keys and adapters of the strips that take X A."""
+    writes = [(w.layout.key, w.adapter) for w in spec.strips if w.adapter is not None]
+    return tuple(key for key, _ in writes), tuple(adapter for _, adapter in writes)
 
 
 def _seen(lane: Lane, start: int, end: int, window: int | None) -> int:
