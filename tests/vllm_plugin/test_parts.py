@@ -23,6 +23,7 @@ from precache.vllm_plugin.strips import (
     StripMoves,
     move_strips,
     strip_bytes,
+    strip_rows,
     strip_view,
     strip_width,
     widen_spec,
@@ -218,7 +219,7 @@ def test_strips_lie_beside_keys_and_values() -> None:
     cache = padded_cache()
     view = strip_view(cache, DIM)
     z = torch.arange(12.0).view(2, 6) + 1
-    write_strips(view, z, torch.tensor([BLOCK * 3 + 1, BLOCK * 4]))
+    write_strips(view, z, strip_rows(torch.tensor([BLOCK * 3 + 1, BLOCK * 4]), BLOCK))
     assert torch.equal(view[3, 1, :6], z[0])
     assert torch.equal(view[4, 0, :6], z[1])
     assert int(view.count_nonzero()) == 12
@@ -229,14 +230,14 @@ def test_strips_lie_beside_keys_and_values() -> None:
 
 def test_padding_rows_are_not_stored() -> None:
     view = strip_view(padded_cache(), DIM)
-    write_strips(view, torch.ones(3, 6), torch.tensor([-1, 2, -1]))
+    write_strips(view, torch.ones(3, 6), strip_rows(torch.tensor([-1, 2, -1]), BLOCK))
     assert view.nonzero()[:, :2].unique(dim=0).tolist() == [[0, 2]]
 
 
 def test_a_move_copies_one_slots_columns() -> None:
     view = strip_view(padded_cache(), DIM)
-    write_strips(view, torch.ones(2, 6), torch.tensor([0, 5]))
-    write_strips(view, torch.full((2, 6), 2.0), torch.tensor([8, 13]))
+    write_strips(view, torch.ones(2, 6), strip_rows(torch.tensor([0, 5]), BLOCK))
+    write_strips(view, torch.full((2, 6), 2.0), strip_rows(torch.tensor([8, 13]), BLOCK))
     move_strips(view, StripMoves(1, torch.tensor([0, 5]), torch.tensor([8, 13])), RANK)
     assert view[2, 0].tolist() == [2, 2, 1, 1, 2, 2, 0, 0]
     assert view[3, 1].tolist() == [2, 2, 1, 1, 2, 2, 0, 0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from precache.ops import ValueStrip, reference
 from precache.ops.contract import AttentionInputs
-from precache.vllm_plugin.strips import strip_view, write_strips
+from precache.vllm_plugin.strips import strip_rows, strip_view, write_strips
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -50,7 +50,7 @@ class Step:
             z = random(length, SLOTS * RANK)
             slots = torch.tensor([own[t // BLOCK] * BLOCK + t % BLOCK for t in range(length)])
             self.kv_cache[slots // BLOCK, :, slots % BLOCK] = torch.cat([k, v], -1).transpose(0, 1)
-            write_strips(strip_view(self.kv_cache, WIDTH), z, slots)
+            write_strips(strip_view(self.kv_cache, WIDTH), z, strip_rows(slots, BLOCK))
             self.tokens.append((k, v, z))
             self.slot_mapping += slots[length - queries :].tolist()
         starts = torch.tensor([0, *(queries for queries, _, _ in REQUESTS)]).cumsum(0)

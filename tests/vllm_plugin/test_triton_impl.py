@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from precache.errors import UnsupportedModelError
-from precache.vllm_plugin.strips import StepMoves, StripMoves, strip_view
+from precache.vllm_plugin.strips import StripMoves, StripStep, strip_view
 from tests.vllm_plugin.engines import VLLM
 from tests.vllm_plugin.test_triton import (
     BLOCK,
@@ -54,7 +54,7 @@ def test_the_implementation_stores_strips_moves_them_and_attends() -> None:
     assert SharingTritonBackend.get_name() == "TRITON_ATTN"
 
     first, second = step.metadata.slot_mapping[:2]
-    layer.step = StepMoves([StripMoves(1, first[None], second[None])])
+    layer.step = StripStep([StripMoves(1, first[None], second[None])])
     layer.store_strips(step.kv_cache, step.metadata.slot_mapping)
     moved = strips[second // BLOCK, second % BLOCK, : SLOTS * RANK]
     assert torch.equal(moved[RANK : 2 * RANK], new[0, RANK : 2 * RANK])

@@ -21,7 +21,7 @@ class Counters:
         """Add the counters to vLLM's SchedulerStats, which has no field for a plugin.
 
         `num_kv_fetch_reqs_by_stage` is its only open mapping of numbers that stays empty here (connectors are refused);
-        StripStatLogger takes them out again before any other logger looks.
+        SharingStatLogger takes them out again before any other logger looks.
         """
         stats.num_kv_fetch_reqs_by_stage.update(
             {PREFIX + name: value for name, value in asdict(self).items()}

@@ -36,9 +36,11 @@ class StripProjection(MergedQKVParallelLinearWithLoRA):
         self.lora_rank: int = lora_config.max_lora_rank
         # The same storage as the stacked A, which set_lora and reset_lora write to.
         self.value_a = self.lora_a_stacked[_V].view(max_loras * self.lora_rank, self.input_size)
-        self.new_strips: Tensor | None = (
-            None  # [num_rows, slots * rank], until the attention stores it
-        )
+        # Scaled B of the values, [slots, num_kv_heads, rank, head_dim], a view of the stacked B.
+        by_head = self.lora_b_stacked[_V][:, 0].unflatten(1, (-1, self.base_layer.head_size))
+        self.value_b: Tensor = by_head.transpose(2, 3)
+        # Of the running step, [num_rows, slots * rank]; the attention stores it.
+        self.new_strips: Tensor | None = None
         attention_below(self.base_layer.prefix).impl.use_strips_of(self)
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
@@ -54,18 +56,10 @@ class StripProjection(MergedQKVParallelLinearWithLoRA):
         slots: Tensor = self.punica_wrapper.token_lora_indices
         return slots
 
-    def value_b(self, slot: int) -> Tensor:
-        """Scaled B of the values of a slot by KV head: [num_kv_heads, head_dim, rank]."""
-        head_dim = self.base_layer.head_size
-        value_b: Tensor = self.lora_b_stacked[_V][slot, 0].view(-1, head_dim, self.lora_rank)
-        return value_b
-
     @property
     def stacked_value_b(self) -> Tensor:
-        """Scaled B of the values of all slots, [num_slots, num_kv_heads, rank, head_dim], packed."""
-        shape = (self.num_slots, -1, self.base_layer.head_size, self.lora_rank)
-        value_b: Tensor = self.lora_b_stacked[_V].view(shape).transpose(2, 3).contiguous()
-        return value_b
+        """`value_b` packed, as a kernel wants it."""
+        return self.value_b.contiguous()
 
     def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
         rows, flat = x.flatten(0, -2), output.flatten(0, -2)

@@ -8,7 +8,7 @@ accounted for, reused and dropped with the block. Every attention backend stores
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,20 @@ class StripMoves:
     dst: Tensor  # int64 [num_rows], cache slots of the neutral pass
 
 
+class StripRows(NamedTuple):
+    """Where the rows of a step are stored; the same in every layer."""
+
+    rows: slice | Tensor  # of the step, those that are no padding
+    blocks: Tensor  # int64, of each such row
+    offsets: Tensor  # int64, within its block
+
+
 @dataclass
-class StepMoves:
-    """The moves of the running step; one object is shared by all layers of a worker."""
+class StripStep:
+    """The running step, as far as it is the same in all layers of a worker, which share this object."""
 
     moves: list[StripMoves] = field(default_factory=list)
+    where: StripRows | None = None  # set by the first layer that stores
 
 
 def strip_width(num_slots: int, lora_rank: int, head_dim: int) -> int:
@@ -65,14 +74,18 @@ def strip_view(kv_cache: Tensor, width: int) -> Tensor:
     return torch.as_strided(kv_cache, shape, strides, start)
 
 
-def write_strips(view: Tensor, z: Tensor, slot_mapping: Tensor) -> None:
-    """Store `z [num_rows, used columns]` at cache slots `[num_rows]`; rows at a negative slot are padding."""
-    if bool((slot_mapping < 0).any()):
-        kept = slot_mapping >= 0
-        z, slot_mapping = z[kept], slot_mapping[kept]
-    block_size = view.shape[1]
-    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    view[blocks, offsets, : z.shape[1]] = z.to(view.dtype)
+def strip_rows(slot_mapping: Tensor, block_size: int) -> StripRows:
+    """Read vLLM's cache slots `[num_rows]`; a negative one marks padding."""
+    kept = slot_mapping >= 0
+    rows: slice | Tensor = slice(len(slot_mapping))
+    if not bool(kept.all()):
+        rows, slot_mapping = kept.nonzero().flatten(), slot_mapping[kept]
+    return StripRows(rows, slot_mapping // block_size, slot_mapping % block_size)
+
+
+def write_strips(view: Tensor, z: Tensor, where: StripRows) -> None:
+    """Store `z [num_rows, used columns]`, the strips of a step's rows."""
+    view[where.blocks, where.offsets, : z.shape[1]] = z[where.rows].to(view.dtype)
 
 
 def move_strips(view: Tensor, moves: StripMoves, lora_rank: int) -> None:

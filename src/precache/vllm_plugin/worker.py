@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from precache.errors import ModelError
 from precache.vllm_plugin.activation import install_cpu_worker_hooks, install_cuda_worker_hooks
 from precache.vllm_plugin.settings import parse_settings
-from precache.vllm_plugin.strips import StepMoves, StripMoves, widen_spec
+from precache.vllm_plugin.strips import StripMoves, StripStep, widen_spec
 
 
 class SharingWorker(Worker):
@@ -22,7 +22,7 @@ class SharingWorker(Worker):
         assert settings is not None, "only engines that ask for the plugin get this worker"
         self.install_hooks()
         self._policy = settings.policy
-        self._step = StepMoves()
+        self._step = StripStep()
         super().__init__(vllm_config, *args, **kwargs)
 
     def install_hooks(self) -> None:
@@ -52,6 +52,7 @@ class SharingWorker(Worker):
         }
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        self._step.where = None
         self._step.moves = [
             StripMoves(self._slot_of(lora_id), torch.tensor(src), torch.tensor(dst))
             for lora_id, src, dst in getattr(scheduler_output, "precache_moves", ())

@@ -3,7 +3,7 @@
 A backend is a vLLM attention implementation that also has
 
     projection   the layer's StripProjection, which knows slots, A and B and holds the new rows' strips
-    step         the StepMoves of the running step
+    step         the StripStep of the running step
     use_strips_of(projection)
 
 and that, when vLLM stores new keys and values, stores the rows' strips with `strips.write_strips`, applies the moves,

@@ -7,7 +7,7 @@ For longer queries the pages in use are copied with `z B` added to their values,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ from precache.vllm_plugin.activation import current_settings
 from precache.vllm_plugin.backends.cpu_plan import Part, Plan, Scratch, make_plan
 from precache.vllm_plugin.settings import parse_settings
 from precache.vllm_plugin.strips import (
-    StepMoves,
+    StripStep,
     move_strips,
+    strip_rows,
     strip_view,
     strip_width,
     write_strips,
@@ -63,6 +64,16 @@ class RowMajorMetadataBuilder(CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(layer_names)
 
 
+class _Pages(NamedTuple):
+    """Views of one layer's cache; a head's keys of a block and its values follow one another."""
+
+    kv_cache: Tensor  # as vLLM hands it over
+    whole: Tensor  # [num_blocks, num_kv_heads, 2 * block_size, head_dim]
+    keys: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
+    values: Tensor  # likewise
+    strips: Tensor  # [num_blocks, block_size, width]
+
+
 class StripAttentionImpl(CPUAttentionBackendImpl):
     """Attention of one layer over pages with strips."""
 
@@ -71,7 +82,8 @@ class StripAttentionImpl(CPUAttentionBackendImpl):
         if self.alibi_slopes is not None or self.sinks is not None:
             raise UnsupportedModelError("attention with ALiBi or sinks cannot read strips")
         self.projection: Any = None  # a StripProjection
-        self.step = StepMoves()
+        self._pages: _Pages | None = None
+        self.step = StripStep()
 
     def use_strips_of(self, projection: Any) -> None:
         """Attend with the values of this projection's adapters."""
@@ -82,9 +94,10 @@ class StripAttentionImpl(CPUAttentionBackendImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        strips = strip_view(kv_cache, self.width)
-        new = self.projection.new_strips
-        write_strips(strips, new[: len(slot_mapping)], slot_mapping)
+        strips = self._pages_of(kv_cache).strips
+        if self.step.where is None:
+            self.step.where = strip_rows(slot_mapping, strips.shape[1])
+        write_strips(strips, self.projection.new_strips, self.step.where)
         for moves in self.step.moves:
             move_strips(strips, moves, self.projection.lora_rank)
 
@@ -114,20 +127,18 @@ class StripAttentionImpl(CPUAttentionBackendImpl):
                 output_block_scale,
             )
             return stock
-        num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-        pages = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, self.head_size)
-        strips = strip_view(kv_cache, self.width)
+        pages = self._pages_of(kv_cache)
         out = output.view(-1, self.num_heads, self.head_size)
         if plan.base is not None:
             part = plan.base
-            out[part.rows] = self._attend(layer, part, query[part.rows], *pages.chunk(2, dim=2))
+            out[part.rows] = self._attend(layer, part, query[part.rows], pages.keys, pages.values)
         if plan.decode is not None:
             part = plan.decode
-            out[part.rows] = self._decode(layer, part, query[part.rows], pages, strips)
+            out[part.rows] = self._decode(layer, part, query[part.rows], pages)
         for scratch in plan.expanded:
             rows = scratch.part.rows
-            expanded = self._expand(scratch, pages, strips)
-            out[rows] = self._attend(layer, scratch.part, query[rows], *expanded.chunk(2, dim=2))
+            expanded = self._expand(scratch, pages).chunk(2, dim=2)
+            out[rows] = self._attend(layer, scratch.part, query[rows], *expanded)
         return output
 
     def _plan(self, metadata: Any, block_size: int) -> Plan:
@@ -144,35 +155,43 @@ class StripAttentionImpl(CPUAttentionBackendImpl):
             )
         return plan
 
-    def _decode(
-        self, layer: Any, part: Part, query: Tensor, pages: Tensor, strips: Tensor
-    ) -> Tensor:
+    def _pages_of(self, kv_cache: Tensor) -> _Pages:
+        """The views of the layer's cache, which is the same tensor in every step."""
+        if self._pages is None or self._pages.kv_cache is not kv_cache:
+            num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+            whole = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, self.head_size)
+            strips = strip_view(kv_cache, self.width)
+            keys, values = whole.chunk(2, dim=2)
+            self._pages = _Pages(kv_cache, whole, keys, values, strips)
+        return self._pages
+
+    def _decode(self, layer: Any, part: Part, query: Tensor, pages: _Pages) -> Tensor:
         """P v_base, plus P z of every KV head's queries with B applied: [num_rows, num_heads, head_dim]."""
-        keys, values = pages.chunk(2, dim=2)
-        out = self._attend(layer, part, query, keys, values)
-        group, rank = self.num_queries_per_kv, self.projection.lora_rank
-        by_slot = [(slot, part.slots == slot) for slot in sorted(set(part.slots.tolist()))]
-        for head in range(self.num_kv_heads):
-            heads = slice(head * group, (head + 1) * group)
-            one_head = keys[:, head : head + 1]
-            attended = self._attend(
-                layer, part, query[:, heads].contiguous(), one_head, strips[:, None]
-            )
-            for slot, rows in by_slot:
-                columns = attended[rows][..., slot * rank : (slot + 1) * rank]
-                out[rows, heads] += columns @ self.projection.value_b(slot)[head].T
+        out = self._attend(layer, part, query, pages.keys, pages.values)
+        by_head = (-1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
+        queries = query.reshape(by_head).transpose(0, 1).contiguous()
+        strips = pages.strips[:, None]
+        attended = torch.stack(
+            [
+                self._attend(layer, part, queries[head], pages.keys[:, head : head + 1], strips)
+                for head in range(self.num_kv_heads)
+            ]
+        )  # [num_kv_heads, num_rows, queries per head, width]
+        rank, target = self.projection.lora_rank, out.view(by_head)
+        for slot, requests in part.requests_of:
+            z = attended[:, requests, :, slot * rank : (slot + 1) * rank]
+            delta = z @ self.projection.value_b[slot][:, None]
+            target[requests] += delta.transpose(0, 1)
         return out
 
-    def _expand(self, scratch: Scratch, pages: Tensor, strips: Tensor) -> Tensor:
+    def _expand(self, scratch: Scratch, pages: _Pages) -> Tensor:
         """Copies of pages with z B added to their values: [num_pairs, num_kv_heads, 2 * block_size, head_dim]."""
-        block_size, rank = strips.shape[1], self.projection.lora_rank
-        copies = pages.index_select(0, scratch.blocks)
+        block_size, rank = pages.strips.shape[1], self.projection.lora_rank
+        copies = pages.whole.index_select(0, scratch.blocks)
         values = copies[:, :, block_size:]
-        for slot in sorted(set(scratch.slots.tolist())):
-            pairs = (scratch.slots == slot).nonzero().flatten()
-            z = strips[scratch.blocks[pairs], :, slot * rank : (slot + 1) * rank]
-            value_b = self.projection.value_b(slot).to(z.dtype)
-            values[pairs] += z[:, None] @ value_b.transpose(1, 2)
+        for slot, pairs in scratch.pairs_of:
+            z = pages.strips[scratch.blocks[pairs], :, slot * rank : (slot + 1) * rank]
+            values[pairs] += z[:, None] @ self.projection.value_b[slot].to(z.dtype)
         return copies
 
     def _attend(

@@ -20,6 +20,8 @@ class Part:
     seq_lens: Tensor  # int32 [num_requests]
     block_table: Tensor  # int32 [num_requests, max blocks]
     slots: Tensor  # int64 [num_requests], -1 without an adapter
+    # Which of the part's requests read a slot; all of them where there is one slot only.
+    requests_of: list[tuple[int, slice | Tensor]] = field(default_factory=list)
     # How the operator divides its work, by (num_heads, num_kv_heads); the same for every layer.
     schedules: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -31,6 +33,7 @@ class Scratch:
     part: Part
     blocks: Tensor  # int64 [num_pairs]
     slots: Tensor  # int64 [num_pairs]
+    pairs_of: list[tuple[int, slice | Tensor]]
 
 
 @dataclass
@@ -81,13 +84,22 @@ def _select(
         rows = torch.cat(
             [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         )
+    slots = slots[requests]
     return Part(
         rows=rows,
         query_start_loc=lengths.cumsum(0).to(torch.int32),
         seq_lens=seq_lens[requests].contiguous(),
         block_table=block_table[requests].contiguous(),
-        slots=slots[requests],
+        slots=slots,
+        requests_of=_by_slot(slots),
     )
+
+
+def _by_slot(slots: Tensor) -> list[tuple[int, slice | Tensor]]:
+    present = sorted(set(slots.tolist()))
+    if len(present) == 1:
+        return [(present[0], slice(None))]
+    return [(slot, (slots == slot).nonzero().flatten()) for slot in present]
 
 
 def _bounded_groups(requests: Tensor, num_blocks: Sequence[int]) -> Iterator[Tensor]:
@@ -113,4 +125,5 @@ def _scratch(part: Part, block_size: int) -> Scratch:
     table = torch.zeros_like(part.block_table)
     table[used] = index.to(table.dtype)
     part.block_table = table
-    return Scratch(part, pairs % span, pairs // span)
+    slots = pairs // span
+    return Scratch(part, pairs % span, slots, _by_slot(slots))

@@ -15,8 +15,9 @@ from precache.errors import UnsupportedModelError
 from precache.vllm_plugin.activation import current_settings
 from precache.vllm_plugin.backends.paged import attend_with_strips, slots_of_requests
 from precache.vllm_plugin.strips import (
-    StepMoves,
+    StripStep,
     move_strips,
+    strip_rows,
     strip_view,
     strip_width,
     write_strips,
@@ -43,7 +44,7 @@ class StripTritonImpl(TritonAttentionImpl):
         if self.sliding_window != (-1, -1):
             raise UnsupportedModelError("sliding-window attention cannot read strips")
         self.projection: Any = None  # a StripProjection
-        self.step = StepMoves()
+        self.step = StripStep()
 
     def use_strips_of(self, projection: Any) -> None:
         """Attend with the values of this projection's adapters."""
@@ -59,7 +60,9 @@ class StripTritonImpl(TritonAttentionImpl):
     def store_strips(self, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store the strips of the step's rows, and apply its moves."""
         strips = strip_view(kv_cache, self.width)
-        write_strips(strips, self.projection.new_strips[: len(slot_mapping)], slot_mapping)
+        if self.step.where is None:
+            self.step.where = strip_rows(slot_mapping, strips.shape[1])
+        write_strips(strips, self.projection.new_strips, self.step.where)
         for moves in self.step.moves:
             move_strips(strips, moves, self.projection.lora_rank)
 
