@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tests.reference.policies import ReferenceState
 
-VLLM = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+# On a busy machine the first import of vLLM alone takes minutes.
+VLLM = [pytest.mark.vllm, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 BLOCK = 32
 FIRST_ID, VOCAB = 10, 120  # above the special tokens

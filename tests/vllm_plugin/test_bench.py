@@ -9,7 +9,7 @@ import pytest
 from precache.bench.serving import ServingConfig, bench_serving
 from tests.vllm_plugin.engines import VLLM
 
-pytestmark = [*VLLM, pytest.mark.timeout(900)]
+pytestmark = VLLM
 
 
 def test_a_row_holds_what_the_server_did(

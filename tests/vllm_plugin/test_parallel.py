@@ -17,7 +17,7 @@ from tests.vllm_plugin.engines import (
     play,
 )
 
-pytestmark = [*VLLM, pytest.mark.timeout(900)]
+pytestmark = VLLM
 
 STEPS = (Step("plan", 70, 30), Step("action", 9, 5), Step("base", 40, 3), Step("reflect", 2, 4))
 

@@ -18,7 +18,7 @@ from tests.reference.lora import make_adapter
 from tests.vllm_plugin.engines import NOTICEABLE, TOLERANCE, VLLM, reference_turn, tokens
 from tests.vllm_plugin.server import Server, cached, logprobs, serve, token_ids
 
-pytestmark = [*VLLM, pytest.mark.timeout(900)]
+pytestmark = VLLM
 
 POLICY = "rebaseshared"
 
