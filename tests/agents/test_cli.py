@@ -139,7 +139,7 @@ def test_a_role_without_an_adapter_is_named(
 ) -> None:
     data = str(folder / "tasks.jsonl")
     assert main(["agents", "writer_critic", "--data", data, "--model", "m"]) == 2
-    assert "also one each for the roles ['writer', 'critic']" in capsys.readouterr().err
+    assert "one for each of the roles ['writer', 'critic'] too" in capsys.readouterr().err
 
 
 def test_without_options_it_is_smollm2_with_the_demos_adapters(

@@ -105,7 +105,7 @@ def _engine(args: argparse.Namespace, workflow: Workflow, policy: str, stack: Ex
         print("no --adapter given: the demo's adapters (trained on ScienceQA) are used", flush=True)
         adapters = stack.enter_context(demo_adapters())
     if missing := [role for role in workflow.roles if role not in {*adapters, "base"}]:
-        raise ConfigError("--adapter", sorted(adapters), f"also one each for the roles {missing}")
+        raise ConfigError("--adapter", sorted(adapters), f"one for each of the roles {missing} too")
     quiet_in_pipes()
     from precache import Engine
 
