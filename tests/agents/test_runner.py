@@ -146,6 +146,7 @@ def test_forced_mode_says_the_recorded_words(tmp_path: Path) -> None:
     assert row.turns_kept.mean == pytest.approx(1 / 5)
     assert row.nll is not None
     assert row.nll.mean == pytest.approx(0.5)
+    assert row.nll_by_role == {"plan": 0.5, "action": 0.5, "reflect": 0.5}
     assert "answers kept" in format_forced([row])
 
 

@@ -42,7 +42,8 @@ class NaturalRow:
 class ForcedRow:
     """One policy on one level, made to say recorded text: what its agents would have said.
 
-    Shares are estimates over episodes; `nll` and `top1` are None over HTTP.
+    Shares are estimates over episodes. `nll_by_role` is over all tokens that a role wrote; it is empty, and `nll` and
+    `top1` are None, over HTTP.
     """
 
     policy: str
@@ -52,6 +53,7 @@ class ForcedRow:
     answers_kept: Estimate
     nll: Estimate | None
     top1: Estimate | None
+    nll_by_role: Mapping[str, float]
     drops: Mapping[str, Estimate]
     seconds_per_turn: float
 
@@ -129,9 +131,20 @@ def _forced_row(key: tuple[str, str], group: _Group, reference: _Group | None) -
         answers_kept=estimates["answers_kept"],
         nll=estimates.get("nll"),
         top1=estimates.get("top1"),
+        nll_by_role=_nll_by_role(group.values()) if known else {},
         drops=_drops(group, reference, measured, key[0]),
         seconds_per_turn=sum(_total(r, "seconds") for r in group.values()) / turns,
     )
+
+
+def _nll_by_role(results: Iterable[EpisodeResult]) -> dict[str, float]:
+    tokens: Counter[str] = Counter()
+    nll: dict[str, float] = defaultdict(float)
+    for result in results:
+        for role, totals in result.episode["roles"].items():
+            tokens[role] += totals["tokens"]
+            nll[role] += totals["nll"]
+    return {role: nll[role] / tokens[role] for role in nll}
 
 
 _Score = Callable[[EpisodeResult], float]

@@ -31,7 +31,13 @@ def format_forced(rows: Sequence[ForcedRow]) -> str:
             f"{row.policy:<14}{row.level:<10}{row.episodes:>8}{_interval(row.turns_kept):>22}"
             f"{_interval(row.answers_kept):>22}{nll:>22}{top1:>22}{row.seconds_per_turn:>8.2f}"
         )
-    return "\n".join([*lines, *_forced_drops(rows)])
+    by_role = [
+        f"{row.policy:<14}{row.level:<10}NLL by role: "
+        + ", ".join(f"{role} {nll:.3f}" for role, nll in row.nll_by_role.items())
+        for row in rows
+        if row.nll_by_role
+    ]
+    return "\n".join([*lines, *([""] if by_role else []), *by_role, *_forced_drops(rows)])
 
 
 def _score_table(rows: Sequence[NaturalRow], name: str) -> str:
