@@ -38,6 +38,7 @@ def test_the_command_holds_all_that_the_plugin_needs(
     )
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert values(command, "--model") == [model]
+    assert values(command, "--served-model-name") == [Path(model).name]  # as the embedded engine
     assert values(command, "--lora-modules") == named
     assert values(command, "--max-loras") == ["3"]
     assert values(command, "--max-lora-rank") == ["8"]  # the next that vLLM takes after rank 4

@@ -95,6 +95,11 @@ def add_policy_options(group: argparse._ActionsContainer) -> None:
     )
 
 
+def base_name(model: str) -> str:
+    """What a server calls the model without an adapter: a hub id or an alias as it is, a folder by its last name."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
 def adapters_from_args(args: argparse.Namespace) -> dict[str, Path]:
     """Return the adapters by name. Raises ConfigError if a name was given twice."""
     adapters: dict[str, Path] = {}

@@ -14,6 +14,7 @@ from precache.access import API_KEY_VARIABLE, split_keys
 from precache.cli.options import (
     adapters_from_args,
     add_engine_options,
+    base_name,
     engine_settings,
     quiet_in_pipes,
 )
@@ -129,7 +130,7 @@ def settings_from_args(args: argparse.Namespace) -> ServerSettings:
         "admin_key": args.admin_key or os.environ.get(ADMIN_KEY_VARIABLE),
     }
     return ServerSettings(
-        base_name=args.served_model_name or _base_name(args.model),
+        base_name=args.served_model_name or base_name(args.model),
         api_keys=tuple(_api_keys(args)),
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -138,11 +139,6 @@ def settings_from_args(args: argparse.Namespace) -> ServerSettings:
 def _api_keys(args: argparse.Namespace) -> list[str]:
     given: list[str] = args.api_key
     return given or split_keys(os.environ.get(API_KEY_VARIABLE, ""))
-
-
-def _base_name(model: str) -> str:
-    """A hub id or an alias as it is, a folder by its last name."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def _load(args: argparse.Namespace) -> Engine:

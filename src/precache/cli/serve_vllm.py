@@ -9,7 +9,7 @@ import shlex
 from typing import Any
 
 from precache.access import API_KEY_VARIABLE, check_key, is_loopback
-from precache.cli.options import POLICY_SETTINGS, adapters_from_args
+from precache.cli.options import POLICY_SETTINGS, adapters_from_args, base_name
 from precache.errors import ConfigError
 
 # Options of the embedded server, and what to use in their place.
@@ -73,7 +73,7 @@ def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str
         Launch(
             model=resolve_model(args.model),
             adapters=adapters_from_args(args),
-            served_name=args.served_model_name or args.model,
+            served_name=args.served_model_name or base_name(args.model),
             host=host,
             dtype=args.dtype,
             max_model_len=args.context_window,

@@ -17,6 +17,7 @@ from precache.server.answers import ErrorAnswer
 from precache.server.auth import KeyGuard
 from precache.server.chat_completions import chat_router
 from precache.server.completions import completions_router
+from precache.server.counting import ErrorCounter
 from precache.server.errors import install_error_handlers
 from precache.server.page import page_response
 from precache.server.service import Service
@@ -69,4 +70,5 @@ def build_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     if not settings.api_keys:
         # Without keys a web page could reach the server through a name of its own that points to this machine.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_NAMES)
+    app.add_middleware(ErrorCounter, metrics=service.metrics)
     return app

@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from precache.access import CHALLENGE, KEY_NEEDED, OPEN_PATHS, bearer_key, is_one_of
-from precache.server.errors import ApiError
+from precache.server.errors import REASON, ApiError
 from precache.server.page import page_response
 from precache.server.settings import ServerSettings
 
@@ -35,9 +35,10 @@ class KeyGuard:
             await self._app(scope, receive, send)
         elif scope["path"] == PAGE_PATH and scope["method"] == "GET":
             # The page holds no data. It comes with the refusal, so that a person can type the key into it.
+            scope[REASON] = refusal.code
             await page_response(refusal.status, refusal.headers)(scope, receive, send)
         else:
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope)(scope, receive, send)
 
     def _refusal(self, path: str, key: str) -> ApiError | None:
         is_admin = is_one_of(key, [] if self._admin_key is None else [self._admin_key])

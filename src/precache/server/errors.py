@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -29,6 +29,7 @@ from precache.errors import (
 _log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 1000
+REASON = "precache.reason"  # key in a request's scope: why the answer is an error
 _SHOWN_ERRORS = 3  # of one invalid body
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -70,7 +71,9 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
+    def response(self, scope: MutableMapping[str, Any]) -> JSONResponse:
+        """The answer to the request of that scope, which keeps the reason for those that count."""
+        scope[REASON] = self.code or self.kind
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
@@ -140,22 +143,24 @@ def install_error_handlers(app: FastAPI) -> None:
     """Give every error of the app OpenAI's shape."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _invalid_body(error).response()
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _invalid_body(error).response(request.scope)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> JSONResponse:
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        answer = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return answer.response(request.scope)
 
     @app.exception_handler(ApiError)
     @app.exception_handler(PrecacheError)
-    async def known(_: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response()
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        return api_error(error).response(request.scope)
 
     @app.exception_handler(Exception)
-    async def unknown(_: Request, __: Exception) -> JSONResponse:
+    async def unknown(request: Request, _: Exception) -> JSONResponse:
         # Starlette raises the error again after this answer, and uvicorn logs it.
-        return ApiError(500, "the server failed on this request", code="internal").response()
+        answer = ApiError(500, "the server failed on this request", code="internal")
+        return answer.response(request.scope)
 
 
 def _invalid_body(error: RequestValidationError) -> ApiError:

@@ -41,6 +41,9 @@ class Metrics:
             "vllm:request_success", "Turns that ended by themselves", [*_MODEL, "finished_reason"]
         )
         self.failed = counter("precache:turns_failed", "Turns cut by an error or a client", _MODEL)
+        self.errors = counter(
+            "precache:error_answers", "Answers of 400 and above", ["status", "reason"]
+        )
         self.shared = counter(
             "precache:shared_tokens", "Prompt tokens reused that another agent wrote", _MODEL
         )
@@ -72,6 +75,10 @@ class Metrics:
     def turn_failed(self, model: str) -> None:
         """Count a turn that was cut."""
         self.failed.labels(model).inc()
+
+    def error_answered(self, status: int, reason: str) -> None:
+        """Count an answer that is an error, whether its request became a turn or not."""
+        self.errors.labels(str(status), reason).inc()
 
     def page(self) -> bytes:
         """The text that Prometheus reads."""
