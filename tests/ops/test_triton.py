@@ -45,6 +45,7 @@ CASES = {
     "extend, everything": Case(q_len=7, kv_len=40, key_rank=4, window=20, softcap=3.0),
     "head_dim that is no power of 2": Case(q_len=7, kv_len=40, head_dim=24, key_rank=2),
     "more queries than keys": Case(q_len=9, kv_len=6, q_positions=3),
+    "window wider than the keys, which lie far behind": Case(3, 20, q_positions=40, window=30),
     "scattered": Case(q_len=6, kv_len=50, q_positions=[0, 3, 17, 17, 30, 49]),
     "scattered, window": Case(q_len=4, kv_len=60, q_positions=[3, 31, 50, 51], window=12),
 }

@@ -201,13 +201,20 @@ def _key_strip(strip: KeyStrip | None) -> dict[str, Any]:
 
 
 def _masking(call: Call) -> dict[str, Any]:
-    hides_keys = call.window is not None and call.window < call.max_kv_len
     return {
         "scale": call.scale,
         "softcap": 1.0 if call.softcap is None else call.softcap,
         "SOFTCAP": call.softcap is not None,
-        "WINDOW": call.window if hides_keys else 0,
+        "WINDOW": call.window if _window_hides_keys(call) else 0,
     }
+
+
+def _window_hides_keys(call: Call) -> bool:
+    """Whether some query may lie too far behind some key; a window that hides none costs the masks of all keys."""
+    if call.window is None or isinstance(call.first_position, Tensor):
+        return call.window is not None
+    last = call.first_position + call.max_q_len - 1 if call.pages is None else call.max_kv_len - 1
+    return call.window <= last
 
 
 def _padded(size: int) -> int:
