@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from precache.engine.policies.profile import RecomputeProfile
 from precache.server import ServerSettings
 from tests.reference.lora import make_adapter
 from tests.reference.models import save_tiny
@@ -42,6 +43,14 @@ def serve(model: str, adapter_root: Path) -> Serve:
         return LiveServer(engine, ServerSettings(base_name=BASE_NAME, **(settings or {})))
 
     return make
+
+
+def relaycaching(folder: Path) -> dict[str, Any]:
+    """Options of a server whose readers recompute from the hidden states that the writer kept."""
+    profile = folder / "profile.json"
+    layers = {"start": 1, "detection": 2, "end": 3}
+    RecomputeProfile(4, {"relaycaching": layers}).save(profile)
+    return {"policy": "relaycaching", "recompute_share": 0.5, "recompute_profile": profile}
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from tests.server.conftest import AGENTS, Serve
+from tests.server.conftest import AGENTS, Serve, relaycaching
 from tests.server.live import LiveServer
 
 PROMPT = "the same question as before"
@@ -103,6 +104,21 @@ def test_parts_add_up_to_the_bytes_held(server: LiveServer) -> None:
     state = server.http.get("/v1/sessions").json()
     assert set(state["parts"]) == {"base", "strip plan", "strip action", "strip reflect"}
     assert sum(state["parts"].values()) == state["stats"]["bytes_held"]
+
+
+def test_hidden_states_are_a_part_of_their_own(serve: Serve, tmp_path: Path) -> None:
+    with serve(**relaycaching(tmp_path)) as server:
+        server.complete(prompt=PROMPT)
+        state = server.http.get("/v1/sessions").json()
+        assert set(state["parts"]) == {"base", "hidden states"}
+        assert state["parts"]["hidden states"] > 0
+        assert sum(state["parts"].values()) == state["stats"]["bytes_held"]
+        (session,) = state["sessions"]
+        readers = {strip["kind"]: strip["readers"] for strip in session["strips"]}
+        assert readers["hidden states"] == []
+        assert readers["strip"] != []
+        text = server.http.get("/metrics").text
+        assert 'precache:cache_part_bytes{part="hidden states"}' in text
 
 
 def test_a_prompt_that_cannot_be_shared_is_named(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Serve
+from tests.server.conftest import Serve, relaycaching
 from tests.server.live import LiveServer
 
 API_KEY = "an-api-key"
@@ -66,6 +67,23 @@ def test_the_page_follows_the_engine(server: LiveServer, browser: Any) -> None:
     assert wait(browser, "document.querySelectorAll('#turns tr .others').length > 0")
     assert wait(browser, "document.querySelectorAll('#parts li').length") == 4
     assert browser.get_log("browser") == []  # no script error, nothing the policy refused
+
+
+@needs_browser
+def test_what_runs_again_for_a_reader_is_shown_as_computed(
+    serve: Serve, browser: Any, tmp_path: Path
+) -> None:
+    with serve(**relaycaching(tmp_path)) as server:
+        server.complete("plan", "the same history", max_tokens=1)
+        server.complete("action", "the same history", max_tokens=1)
+        turn = server.http.get("/v1/live").json()["turns"][-1]
+        assert turn["catch_up_tokens"] == turn["cached_tokens"] == 15
+        browser.get(server.url)
+        row = "[...document.querySelector('#turns tr').querySelectorAll('td.num')].map(i => i.innerText)"
+        assert wait(browser, f"document.querySelector('#turns tr') && {row}")[:2] == ["0", "16"]
+        parts = wait(browser, "document.querySelector('#parts').innerText")
+        assert "hidden states" in parts
+        assert "unused" not in parts
 
 
 @needs_browser

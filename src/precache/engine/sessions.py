@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from precache.cache.store import TrajectoryStore
 from precache.cache.trajectory import Trajectory, WriterRun, storage_bytes
 from precache.engine.work import Work
 
+StripKind = Literal["strip", "hidden states"]
+
 
 @dataclass(frozen=True)
 class StripInfo:
-    """The strip of the agents ``readers``: which positions it covers, and its bytes."""
+    """What is kept beside the base for the agents ``readers``: which positions it covers, and its bytes.
+
+    A strip of ``kind`` "hidden states" is not any reader's: the passes that recompute a part of k and v start from it.
+    """
 
     key: str
+    kind: StripKind
     readers: tuple[str, ...]
     covered: tuple[tuple[int, int], ...]
     bytes: int
@@ -71,7 +78,11 @@ def describe(trajectory: Trajectory, readers: Mapping[str, tuple[str, ...]]) -> 
         writers=tuple(trajectory.runs),
         strips=tuple(
             StripInfo(
-                key, readers.get(key, ()), tuple(strip.covered), storage_bytes(strip.tensors())
+                key,
+                "hidden states" if any(strip.layout.h_widths) else "strip",
+                readers.get(key, ()),
+                tuple(strip.covered),
+                storage_bytes(strip.tensors()),
             )
             for key, strip in trajectory.strips.items()
         ),

@@ -141,7 +141,9 @@ def _cache(stats: CacheStats) -> Iterator[Metric]:
 
 def _bytes_by_part(sessions: tuple[SessionInfo, ...]) -> Metric:
     parts = GaugeMetricFamily(
-        "precache:cache_part_bytes", "Bytes by part: base K and V, strips", labels=["part"]
+        "precache:cache_part_bytes",
+        "Bytes by part: base K and V, strips, hidden states",
+        labels=["part"],
     )
     for part, size in bytes_by_part(sessions).items():
         parts.add_metric([part], size)
@@ -149,14 +151,16 @@ def _bytes_by_part(sessions: tuple[SessionInfo, ...]) -> Metric:
 
 
 def bytes_by_part(sessions: tuple[SessionInfo, ...]) -> dict[str, int]:
-    """Bytes of the base K and V, of the strips by their readers, and of running turns' private K and V."""
+    """Bytes of the base K and V, of strips by their readers, of hidden states, and of running turns' own K and V."""
     parts = {"base": 0}
     for session in sessions:
         parts["base"] += session.base_bytes
         rest = session.bytes - session.base_bytes
         for strip in session.strips:
-            name = "strip " + ("+".join(strip.readers) or "unused")
-            parts[name] = parts.get(name, 0) + strip.bytes
+            readers = "+".join(strip.readers) or "unused"
+            name = f"strip {readers}" if strip.kind == "strip" else strip.kind
+            if strip.bytes:  # a strip may be nothing but the record of what was run
+                parts[name] = parts.get(name, 0) + strip.bytes
             rest -= strip.bytes
         if rest > 0:
             parts["private"] = parts.get("private", 0) + rest

@@ -99,7 +99,12 @@ def _session(session: SessionInfo) -> dict[str, Any]:
             {"start": run.start, "end": run.end, "name": run.writer.name} for run in session.writers
         ],
         "strips": [
-            {"readers": strip.readers, "covered": strip.covered, "bytes": strip.bytes}
+            {
+                "kind": strip.kind,
+                "readers": strip.readers,
+                "covered": strip.covered,
+                "bytes": strip.bytes,
+            }
             for strip in session.strips
         ],
         "pending_tokens": session.pending_tokens,

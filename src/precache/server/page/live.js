@@ -79,12 +79,20 @@ function drawHints(live) {
     `on with “${hint.first}”, the other with “${hint.second}”. Put the text of the role last.`)));
 }
 
+// What the prompt's tokens cost: those that were in the cache and ran again for their reader count as computed.
+function spent(turn) {
+  const again = turn.catch_up_tokens;
+  const reused = turn.cached_tokens - again;
+  const others = Math.max(0, turn.shared_tokens - again);
+  return { reused, others, own: reused - others, again, computed: turn.computed_tokens + again };
+}
+
 function drawTotals(live) {
-  const done = [...turns.values()].filter((turn) => turn.state === "done");
+  const done = [...turns.values()].filter((turn) => turn.state === "done").map((turn) => ({ ...turn, ...spent(turn) }));
   const sum = (field) => done.reduce((total, turn) => total + turn[field], 0);
   const times = done.map((turn) => turn.ttft_s).sort((a, b) => a - b);
-  byId("reused-share").textContent = percent(sum("cached_tokens"), sum("prompt_tokens"));
-  byId("shared-share").textContent = percent(sum("shared_tokens"), sum("prompt_tokens"));
+  byId("reused-share").textContent = percent(sum("reused"), sum("prompt_tokens"));
+  byId("shared-share").textContent = percent(sum("others"), sum("prompt_tokens"));
   byId("ttft").textContent = times.length ? seconds(times[times.length >> 1]) : "–";
   byId("evictions").textContent = count(live.stats.evictions);
 }
@@ -111,7 +119,8 @@ function drawSession(session, longest) {
   box.append(head, band);
   for (const strip of session.strips) {
     const line = element("div", "strip");
-    line.title = `strip of ${strip.readers.join(", ")}: ${bytes(strip.bytes)}`;
+    const what = strip.kind === "strip" ? `strip of ${strip.readers.join(", ") || "nobody"}` : strip.kind;
+    line.title = `${what}: ${bytes(strip.bytes)}`;
     for (const [start, end] of strip.covered) {
       const part = segment(colourOf(strip.readers[0]), end - start, longest, line.title);
       part.style.left = `${(100 * start) / longest}%`;
@@ -133,11 +142,11 @@ function drawTurn(turn, longest) {
   const name = element("td", "", turn.model);
   name.prepend(element("i", `name ${colourOf(turn.model)}`));
   const band = element("div", "band");
+  const tokens = spent(turn);
   if (turn.state === "done") {
-    const own = turn.cached_tokens - turn.shared_tokens;
-    for (const [kind, tokens, text] of [["own", own, "reused"], ["others", turn.shared_tokens,
-      "reused, written by another agent"], ["computed", turn.computed_tokens, "computed"]]) {
-      if (tokens) band.append(segment(kind, tokens, longest, `${tokens} ${text}`));
+    const again = tokens.again ? `computed, ${tokens.again} of them again for this reader` : "computed";
+    for (const [kind, text] of [["own", "reused"], ["others", "reused, written by another agent"], ["computed", again]]) {
+      if (tokens[kind]) band.append(segment(kind, tokens[kind], longest, `${tokens[kind]} ${text}`));
     }
   }
   const bar = element("td", "wide");
@@ -145,7 +154,7 @@ function drawTurn(turn, longest) {
   const number = (value) => element("td", "num", value);
   const done = turn.state === "done";
   const outcome = done ? (turn.lookup || "").replaceAll("_", " ") : (turn.finish_reason || turn.state);
-  row.append(name, bar, number(done ? count(turn.cached_tokens) : ""), number(done ? count(turn.computed_tokens) : ""),
+  row.append(name, bar, number(done ? count(tokens.reused) : ""), number(done ? count(tokens.computed) : ""),
     number(count(turn.completion_tokens)), number(seconds(turn.ttft_s)), number(seconds(turn.total_s)),
     element("td", "", outcome));
   return row;
