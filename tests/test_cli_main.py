@@ -251,3 +251,31 @@ def test_a_reader_that_closes_early_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} {script} | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recompute-share", "0.5"], "--recompute-share: got 0.5, allowed is only with a policy"),
+        (["--blend-weight", "0.5", "--policy", "rebaseshared"], "that reads it: blend"),
+        (["--calibration", "x", "--policy", "droidspeak"], "that reads it: calibrated"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "serve", "compare", "agents"])
+def test_a_setting_that_no_chosen_policy_reads_is_refused(
+    command: str,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    line = {
+        "generate": ["/nowhere", "--prompt", "x"],
+        "serve": ["/nowhere"],
+        "compare": ["/nowhere", "--trajectories", str(tmp_path)],
+        "agents": ["scienceqa", "--data", str(tmp_path)],
+    }[command]
+    if command == "compare":
+        options = [option.replace("--policy", "--policies") for option in options]
+    assert cli.main([command, *line, *options]) == 2
+    assert message in capsys.readouterr().err

@@ -61,8 +61,8 @@ def test_policies_side_by_side_then_resumed_then_forced(
     lines = (folder / "out.jsonl").read_text()
     assert agents(folder, "--policies", "nonshared,prelrshared") == 0
     assert (folder / "out.jsonl").read_text() == lines
-    # Another share is another method under the same name.
-    assert agents(folder, "--policies", "nonshared,prelrshared", "--recompute-share", "0.5") == 2
+    # Another dtype is another model under the same name.
+    assert agents(folder, "--policies", "nonshared,prelrshared", "--dtype", "bfloat16") == 2
     assert (folder / "out.jsonl").read_text() == lines
 
     options = ["--mode", "forced", "--recorded", str(folder / "out.jsonl"), "--policies"]

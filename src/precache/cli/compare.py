@@ -26,6 +26,7 @@ from precache.cli.options import (
     demo_adapters,
     engine_settings,
     quiet_in_pipes,
+    refuse_unread,
 )
 from precache.errors import ConfigError, PolicyNotAllowedError
 from precache.tasks import TASKS, split_of
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     """Replay, compare and print, or write a file for the engine. Options are checked before the model is loaded."""
     _check_options(args)
     policies = _asked_policies(args.policies)
+    if not is_fitting(args):
+        refuse_unread(args, policies or _DEFAULT_POLICIES)
     adapters = adapters_from_args(args)
     trajectories = _trajectories(args)
     quiet_in_pipes()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from precache.config import EngineConfig
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,9 +117,25 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def refuse_unread(args: argparse.Namespace, policies: Sequence[str]) -> None:
+    """Raise ConfigError if a setting was given that none of the policies reads."""
+    given = [name for name in POLICY_SETTINGS if getattr(args, name, None) is not None]
+    if not given:
+        return
+    from precache.engine.policies import POLICIES
+
+    for name in given:
+        readers = [policy for policy, method in POLICIES.items() if name in method.settings]
+        if not set(readers) & set(policies):
+            option = "--" + name.replace("_", "-")
+            allowed = f"only with a policy that reads it: {', '.join(readers)}"
+            raise ConfigError(option, getattr(args, name), allowed)
+
+
 def engine_from_args(args: argparse.Namespace) -> Engine:
     """Load the engine that the options of ``add_engine_options`` describe. Raises PrecacheError."""
     adapters = adapters_from_args(args)
+    refuse_unread(args, [args.policy or EngineConfig.policy])
     quiet_in_pipes()
     from precache import Engine
 

@@ -17,7 +17,9 @@ from precache.cli.options import (
     base_name,
     engine_settings,
     quiet_in_pipes,
+    refuse_unread,
 )
+from precache.config import EngineConfig
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -143,6 +145,7 @@ def _api_keys(args: argparse.Namespace) -> list[str]:
 
 def _load(args: argparse.Namespace) -> Engine:
     adapters = adapters_from_args(args)
+    refuse_unread(args, [args.policy or EngineConfig.policy])
     from precache import Engine
 
     settings = engine_settings(args)

@@ -16,6 +16,7 @@ from precache.cli.options import (
     demo_adapters,
     engine_settings,
     quiet_in_pipes,
+    refuse_unread,
 )
 from precache.errors import ConfigError
 
@@ -77,6 +78,7 @@ def policies(args: argparse.Namespace) -> list[str]:
 
     if not names or set(names) - set(POLICIES):
         raise ConfigError("--policies", text, f"names among {sorted(POLICIES)}")
+    refuse_unread(args, names)
     return names
 
 

@@ -155,6 +155,7 @@ class SharingPolicy(ABC):
     name: ClassVar[str]
     # The first is the default; none if it does not matter when the policy's passes run.
     schedules: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[tuple[str, ...]] = ()  # fields of EngineConfig that only some policies read
     base_is_neutral: ClassVar[bool] = False  # k and v_base do not depend on any adapter
 
     def __init__(self, schedule: str | None = None, config: EngineConfig | None = None) -> None:

@@ -26,6 +26,7 @@ class Blend(ReBaseShared):
     """
 
     name = "blend"
+    settings: ClassVar[tuple[str, ...]] = ("blend_weight",)
     schedules: ClassVar[tuple[str, ...]] = (LAZY_PREFILL, IDLE_LAZY_PREFILL)
     base_is_neutral = False
 

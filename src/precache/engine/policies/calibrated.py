@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Calibrated(PreLRShared):
     """
 
     name = "calibrated"
+    settings: ClassVar[tuple[str, ...]] = ("calibration",)
 
     def __init__(self, schedule: str | None = None, config: EngineConfig | None = None) -> None:
         super().__init__(schedule, config)

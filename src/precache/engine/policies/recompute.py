@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 from precache.adapters.bank import BASE_NAME, Adapter, AdapterBank
 from precache.adapters.spec import ModelShape
@@ -33,6 +34,8 @@ class Recompute(SharingPolicy):
     Every agent, the base model too, has a strip without numbers that records the tokens its passes have been over. The
     hidden states that a group starts from are kept by whoever runs a token first.
     """
+
+    settings: ClassVar[tuple[str, ...]] = ("recompute_share", "recompute_profile")
 
     def __init__(self, schedule: str | None = None, config: EngineConfig | None = None) -> None:
         super().__init__(schedule, config)
