@@ -13,9 +13,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from precache.bench.adapters import LORA_RANK, agent_names
 from precache.bench.physics import METHODS, LoraSize, ModelSize, predict
 from precache.bench.shapes import model_config
-from precache.bench.trace import controlled_trace
+from precache.bench.trace import LONG_DECODE, controlled_trace
 from precache.engine.checkpoints import resolve_model
 
 STOCK = {"stock-peft": "nonshared"}  # does what nonshared does
@@ -28,24 +29,27 @@ def main() -> None:
     parser.add_argument("result", type=Path, help="the JSON of `precache bench turns`")
     found = json.loads(parser.parse_args().result.read_text(encoding="utf-8").splitlines()[-1])
     settings = found["settings"]
+    if settings["adapters"] != "random":
+        parser.error(
+            "the formulas take one rank: got a run with --adapter, allowed are random ones"
+        )
     size = ModelSize.of(model_config(resolve_model(settings["model"])))
     print(
         "| chunk | policy | Gop to first tokens | /fullshared | CPU time /fullshared "
         "| Gop per CPU s | decode GB read | GB per CPU s |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    crews = {len(names): names for names in settings["agents"]}
     for row in found["rows"]:
         if STOCK.get(row["policy"], row["policy"]) in METHODS:
-            print(line(row, crews[row["agents"]], size, settings))
+            print(line(row, size, settings))
 
 
-def line(row: dict[str, Any], names: list[str], size: ModelSize, settings: dict[str, Any]) -> str:
+def line(row: dict[str, Any], size: ModelSize, settings: dict[str, Any]) -> str:
     """One row of the table."""
-    trace = controlled_trace(
-        row["chunk"], names, rounds=settings["rounds"], decode=settings["decode"]
-    )
-    lora = LoraSize(len(names), settings["rank"] or 0)
+    names = agent_names(row["agents"])
+    decode, rank = settings.get("decode", LONG_DECODE), settings.get("rank", LORA_RANK)
+    trace = controlled_trace(row["chunk"], names, rounds=settings["rounds"], decode=decode)
+    lora = LoraSize(len(names), rank)
     itemsize = ITEMSIZE[settings["dtype"]]
 
     def predicted(policy: str) -> Any:
