@@ -72,7 +72,7 @@ def test_what_regex_sees_through_is_answered(pattern: str) -> None:
     assert TargetRule(pattern).expand(12, TARGETS) == frozenset()
 
 
-@pytest.mark.filterwarnings("default:Possible nested set:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
 @pytest.mark.parametrize(
     ("pattern", "path"),
     [("v_proj{e}", "v_proj"), ("(?:q_proj){i<=1}", "q_projx"), ("[[:alpha:]]+", "abc")],
