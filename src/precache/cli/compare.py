@@ -28,6 +28,7 @@ from precache.cli.options import (
     quiet_in_pipes,
     refuse_unread,
 )
+from precache.cli.values import split_names
 from precache.errors import ConfigError, PolicyNotAllowedError
 from precache.tasks import TASKS, split_of
 
@@ -201,7 +202,7 @@ def _known_policies() -> list[str]:
 def _asked_policies(text: str | None) -> list[str]:
     if text is None:
         return []
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = split_names(text)
     if not names or set(names) - set(_known_policies()):
         raise ConfigError("--policies", text, f"names among {_known_policies()}")
     return names

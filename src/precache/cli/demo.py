@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from precache.cli.options import demo_adapters, quiet_in_pipes
+from precache.cli.values import split_names
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _policies(text: str) -> list[str]:
     from precache.engine.policies import POLICIES as KNOWN
 
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = split_names(text)
     unknown = [name for name in names if name not in KNOWN]
     if unknown or not names:
         raise ConfigError("--policies", text, f"names among {sorted(KNOWN)}")

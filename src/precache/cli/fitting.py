@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from precache.cli.values import given, names
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,8 +93,7 @@ def _calibrate(
 ) -> dict[str, Any]:
     from precache.fidelity.calibrate import CalibrationConfig, calibrate
 
-    given = {"rank": args.rank, "ridge": args.ridge}
-    config = CalibrationConfig(**{name: x for name, x in given.items() if x is not None})
+    config = CalibrationConfig(**given(args, _OF_CALIBRATE))
     found = calibrate(engine, recordings, config, progress)
     found.save(args.out, engine)
     explained = {name: found.explained(name) for name in engine.bank.names}
@@ -116,12 +116,9 @@ def _profile(
 ) -> dict[str, Any]:
     from precache.fidelity.profile import as_file, profile_layers
 
-    names = list(dict.fromkeys(name.strip() for name in args.profile.split(",") if name.strip()))
-    if not names:
-        raise ConfigError("--profile", args.profile, "comma-separated names")
     found = [
         profile_layers(engine, name, recordings, progress, stride=args.stride or 1)
-        for name in names
+        for name in dict.fromkeys(names("--profile", args.profile))
     ]
     as_file(engine, found, len(recordings)).save(args.out)
     for profile in found:

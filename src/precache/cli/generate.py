@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precache.cli.options import adapters_from_args, add_engine_options, engine_from_args
+from precache.cli.values import given
 from precache.errors import ConfigError
 from precache.request import GenerationOutput, SamplingParams
 
@@ -60,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 def sampling_from_args(args: argparse.Namespace) -> SamplingParams:
     """Build the checked parameters; options left out keep the defaults of SamplingParams."""
-    given: dict[str, Any] = {name: getattr(args, name) for name in _SAMPLING}
-    given = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**given, stop=tuple(_unescaped(stop) for stop in args.stop))
+    return SamplingParams(
+        **given(args, _SAMPLING), stop=tuple(_unescaped(stop) for stop in args.stop)
+    )
 
 
 def _add_prompt_options(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from precache.cli.values import given
 from precache.config import EngineConfig
 from precache.errors import ConfigError
 
@@ -113,33 +114,32 @@ def adapters_from_args(args: argparse.Namespace) -> dict[str, Path]:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine settings that were given; those left out keep the engine's defaults."""
-    given = {name: getattr(args, name, None) for name in _ENGINE_SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
+    return given(args, _ENGINE_SETTINGS)
 
 
 def refuse_unread(args: argparse.Namespace, policies: Sequence[str]) -> None:
     """Raise ConfigError if a setting was given that none of the policies reads."""
-    given = [name for name in POLICY_SETTINGS if getattr(args, name, None) is not None]
-    if not given:
+    settings = given(args, POLICY_SETTINGS)
+    if not settings:
         return
     from precache.engine.policies import POLICIES
 
-    for name in given:
+    for name, value in settings.items():
         readers = [policy for policy, method in POLICIES.items() if name in method.settings]
         if not set(readers) & set(policies):
             option = "--" + name.replace("_", "-")
             allowed = f"only with a policy that reads it: {', '.join(readers)}"
-            raise ConfigError(option, getattr(args, name), allowed)
+            raise ConfigError(option, value, allowed)
 
 
-def engine_from_args(args: argparse.Namespace) -> Engine:
-    """Load the engine that the options of ``add_engine_options`` describe. Raises PrecacheError."""
+def engine_from_args(args: argparse.Namespace, **settings: Any) -> Engine:
+    """Load the engine that the options of ``add_engine_options`` and ``settings`` describe. Raises PrecacheError."""
     adapters = adapters_from_args(args)
     refuse_unread(args, [args.policy or EngineConfig.policy])
     quiet_in_pipes()
     from precache import Engine
 
-    return Engine.load(args.model, adapters=adapters, **engine_settings(args))
+    return Engine.load(args.model, adapters=adapters, **engine_settings(args), **settings)
 
 
 def quiet_in_pipes() -> None:

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from precache.access import API_KEY_VARIABLE, split_keys
 from precache.cli.options import (
-    adapters_from_args,
     add_engine_options,
     base_name,
-    engine_settings,
+    engine_from_args,
     quiet_in_pipes,
-    refuse_unread,
 )
-from precache.config import EngineConfig
+from precache.cli.values import given
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,13 +142,7 @@ def _api_keys(args: argparse.Namespace) -> list[str]:
 
 
 def _load(args: argparse.Namespace) -> Engine:
-    adapters = adapters_from_args(args)
-    refuse_unread(args, [args.policy or EngineConfig.policy])
-    from precache import Engine
-
-    settings = engine_settings(args)
-    if settings.get("policy") == "rebaseshared":
-        settings.setdefault("schedule", "idle-lazy-prefill")
-    if args.context_window is not None:
-        settings["context_window"] = args.context_window
-    return Engine.load(args.model, adapters=adapters, **settings)
+    settings = given(args, ["context_window"])
+    if args.policy == "rebaseshared" and args.schedule is None:
+        settings["schedule"] = "idle-lazy-prefill"
+    return engine_from_args(args, **settings)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precache.cli.options import POLICY_SETTINGS, engine_settings
+from precache.cli.values import split_names
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def recorded_path(args: argparse.Namespace) -> Path:
 
 
 def _levels(args: argparse.Namespace) -> list[str]:
-    return list(dict.fromkeys(x.strip() for x in (args.levels or "").split(",") if x.strip()))
+    return list(dict.fromkeys(split_names(args.levels or "")))
 
 
 def corpus(args: argparse.Namespace, workflow: Workflow) -> Corpus | None:

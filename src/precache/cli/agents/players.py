@@ -18,6 +18,7 @@ from precache.cli.options import (
     quiet_in_pipes,
     refuse_unread,
 )
+from precache.cli.values import split_names
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def policies(args: argparse.Namespace) -> list[str]:
     if args.policy and args.policies:
         raise ConfigError("--policies", args.policies, "either --policy or --policies")
     text = args.policies or args.policy or ("endpoint" if args.base_url else "rebaseshared")
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(split_names(text)))
     if args.base_url:
         if len(names) != 1:
             raise ConfigError(

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from precache.cli.bench.values import integers, names
+from precache.cli.values import given, integers, names
 
 if TYPE_CHECKING:
     from precache.bench.attention.measure import AttentionConfig, AttentionReport, AttentionRow
@@ -76,18 +76,16 @@ def _config(args: argparse.Namespace) -> AttentionConfig:
     from precache.bench.attention.measure import AttentionConfig
     from precache.bench.attention.points import parse_heads
 
-    given: dict[str, Any] = {
-        name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None
-    }
+    settings = given(args, _FIELDS)
     if args.heads is not None:
-        given["heads"] = tuple(parse_heads(text) for text in names("--heads", args.heads))
+        settings["heads"] = tuple(parse_heads(text) for text in names("--heads", args.heads))
     for name in ("contexts", "ranks"):
         if getattr(args, name) is not None:
-            given[name] = integers(f"--{name}", getattr(args, name))
+            settings[name] = integers(f"--{name}", getattr(args, name))
     for name in ("dtypes", "backends"):
         if getattr(args, name) is not None:
-            given[name] = tuple(names(f"--{name}", getattr(args, name)))
-    return AttentionConfig(emulated=args.emulated, **given)
+            settings[name] = tuple(names(f"--{name}", getattr(args, name)))
+    return AttentionConfig(emulated=args.emulated, **settings)
 
 
 def _as_json(

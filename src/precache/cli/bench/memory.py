@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from precache.cli.bench.values import integers, names
+from precache.cli.values import given, integers, names
 
 if TYPE_CHECKING:
     from precache.bench.memory import MemoryConfig, MemoryRow
@@ -69,16 +69,14 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> MemoryConfig:
     from precache.bench.memory import MemoryConfig
 
-    given: dict[str, Any] = {
-        name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None
-    }
+    settings = given(args, _FIELDS)
     if args.model is not None:
-        given["models"] = tuple(names("--model", args.model))
+        settings["models"] = tuple(names("--model", args.model))
     if args.policies is not None:
-        given["policies"] = tuple(names("--policies", args.policies))
+        settings["policies"] = tuple(names("--policies", args.policies))
     if args.agents is not None:
-        given["agents"] = integers("--agents", args.agents)
-    return MemoryConfig(**given)
+        settings["agents"] = integers("--agents", args.agents)
+    return MemoryConfig(**settings)
 
 
 def _as_json(config: MemoryConfig, rows: list[MemoryRow]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from precache.cli.bench.values import names, numbers
-from precache.cli.options import adapter_pair, adapters_from_args, quiet_in_pipes
+from precache.cli.options import adapters_from_args, add_adapter_option, quiet_in_pipes
+from precache.cli.values import given, names, numbers
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,14 +66,9 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--seed", type=int, help="of tokens, arrivals and random adapters (default: 0)")
     add("--dtype", help="of the model and the cache, as vLLM's --dtype (default: vLLM's choice)")
     add("--cache-memory", metavar="SIZE", help="KV cache of each server (default: 2GiB)")
-    add(
-        "--adapter",
-        dest="adapters",
-        type=adapter_pair,
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="a PEFT adapter; repeatable (default: random ones, rank 8 on q and v)",
+    add_adapter_option(
+        parser,
+        "a PEFT adapter; repeatable (default: random ones, rank 8 on q and v)",
     )
     add("--flags", default="", metavar='"--a B"', help="further flags of vLLM's server, every row")
     add("--json", action="store_true", help="print one JSON object instead of the table")
@@ -100,15 +95,13 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> ServingConfig:
     from precache.bench.serving import ServingConfig
 
-    given: dict[str, Any] = {
-        name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None
-    }
+    settings = given(args, _FIELDS)
     if args.qps is not None:
-        given["qps"] = numbers("--qps", args.qps)
+        settings["qps"] = numbers("--qps", args.qps)
     rows = names("--policies", args.policies)
-    given["rows"] = tuple(rows if args.no_stock else dict.fromkeys([_STOCK, *rows]))
+    settings["rows"] = tuple(rows if args.no_stock else dict.fromkeys([_STOCK, *rows]))
     return ServingConfig(
-        adapters=adapters_from_args(args), flags=tuple(args.flags.split()), **given
+        adapters=adapters_from_args(args), flags=tuple(args.flags.split()), **settings
     )
 
 

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from precache.cli.bench.values import integers, names, numbers
-from precache.cli.options import adapter_pair, adapters_from_args, quiet_in_pipes
+from precache.cli.options import adapters_from_args, add_adapter_option, quiet_in_pipes
+from precache.cli.values import given, integers, names, numbers
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,14 +75,9 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--agents", metavar="N,N", help="number of agents (default: 3)")
     add("--rank", type=int, help="of random adapters (default: 8)")
     add("--targets", help="of random adapters: qv (default), qkvo or all")
-    add(
-        "--adapter",
-        dest="adapters",
-        type=adapter_pair,
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="a PEFT adapter; repeatable, in the order plan, actors, reflect (default: random ones, rank 8 on q and v)",
+    add_adapter_option(
+        parser,
+        "a PEFT adapter; repeatable, in the order plan, actors, reflect (default: random ones, rank 8 on q and v)",
     )
     add("--rounds", type=int, help="rounds with a long prompt (default: 4)")
     add("--repeats", type=int, help="times that every row is played (default: 3)")
@@ -132,15 +127,15 @@ def _turns_config(args: argparse.Namespace) -> TurnsConfig:
     for name in ("rank", "targets"):
         if adapters and getattr(args, name) is not None:
             raise ConfigError(f"--{name}", getattr(args, name), "without --adapter only")
-    given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    settings = given(args, _FIELDS)
     if agents is not None:
-        given["agents"] = agents
+        settings["agents"] = agents
     for name, option in (("chunks", args.chunk), ("lengths", args.length)):
         if option is not None:
-            given[name] = integers(f"--{name[:-1]}", option)
+            settings[name] = integers(f"--{name[:-1]}", option)
     if args.shared is not None:
-        given["shared"] = numbers("--shared", args.shared)
-    return TurnsConfig(adapters=adapters, rows=_rows(args), **given)
+        settings["shared"] = numbers("--shared", args.shared)
+    return TurnsConfig(adapters=adapters, rows=_rows(args), **settings)
 
 
 def _rows(args: argparse.Namespace) -> tuple[RowKey, ...]:

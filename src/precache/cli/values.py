@@ -1,13 +1,28 @@
-"""Comma-separated values of options."""
+"""Values of options: comma-separated ones, and those that were given at all."""
 
 from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
 
 from precache.errors import ConfigError
 
 
+def given(args: argparse.Namespace, options: Iterable[str]) -> dict[str, Any]:
+    """Those of ``options`` that have a value; those left out, or unknown to the command, are not in it."""
+    found = {name: getattr(args, name, None) for name in options}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def split_names(text: str) -> list[str]:
+    """The names in a comma-separated text, which may be none."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def names(option: str, text: str) -> list[str]:
     """At least one name. Raises ConfigError."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
+    found = split_names(text)
     if not found:
         raise ConfigError(option, text, "comma-separated names")
     return found
