@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from precache import Engine
 from precache.bench.adapters import agent_names, write_random_adapters
 from precache.bench.player import EnginePlayer, Run, play_trace
+from precache.bench.shapes import model_config
 from precache.bench.summary import RowKey, summarise
 from precache.bench.trace import Step, Trace, controlled_trace
 from precache.config import EngineConfig
@@ -25,23 +26,7 @@ from scripts.gpu_check.deadline import Deadline
 
 AGENTS = agent_names(3)
 CHUNKS = (16384, 4096, 1024)  # 66.4k, 17.3k and 5.0k tokens
-LLAMA_3_1_8B = LlamaConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=131_072,
-    rope_parameters={
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-)
+LLAMA_3_1_8B = model_config("llama-3.1-8b")
 TINY = LlamaConfig(
     vocab_size=64,
     hidden_size=32,
@@ -131,7 +116,7 @@ class _Measured:
         ]
 
 
-def _random_model(config: LlamaConfig, device: torch.device, backend: str) -> BackboneModel:
+def _random_model(config: PreTrainedConfig, device: torch.device, backend: str) -> BackboneModel:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     register_attention()

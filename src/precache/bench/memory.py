@@ -16,14 +16,13 @@ from precache.adapters.spec import ModelShape
 from precache.adapters.verdicts import COMMON_A
 from precache.adapters.weights import LoraModule, LoraWeights
 from precache.bench.adapters import LORA_RANK, TARGETS, agent_names
+from precache.bench.checks import require_agents, require_positive, require_targets
 from precache.bench.shapes import model_config
 from precache.cache.layout import CacheLayout
 from precache.config import parse_size
-from precache.engine.model import model_shape_from_config
+from precache.engine.model import NAMED_DTYPES, model_shape_from_config
 from precache.engine.policies import make_policy
 from precache.errors import ConfigError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,11 @@ class MemoryConfig:
     length: int = 65_536
 
     def __post_init__(self) -> None:
-        if not self.agents or min(self.agents) < 1:
-            raise ConfigError("--agents", list(self.agents), "integers of at least 1")
-        for name in ("rank", "length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}", getattr(self, name), "an integer of at least 1")
-        if self.targets not in TARGETS:
-            raise ConfigError("--targets", self.targets, f"one of {sorted(TARGETS)}")
-        if self.dtype not in DTYPES:
-            raise ConfigError("--dtype", self.dtype, f"one of {sorted(DTYPES)}")
+        require_agents(self.agents)
+        require_positive(self, "rank", "length")
+        require_targets(self.targets)
+        if self.dtype not in NAMED_DTYPES:
+            raise ConfigError("--dtype", self.dtype, f"one of {sorted(NAMED_DTYPES)}")
         for policy in self.policies:
             make_policy(policy)
         parse_size(self.memory, "--memory")
@@ -109,7 +104,7 @@ def bytes_per_token(
     config: MemoryConfig, shape: ModelShape, policy: str, agents: int
 ) -> tuple[int, int]:
     """Bytes of k and v, and of all that is kept beside them, for a token that all agents have read."""
-    dtype = DTYPES[config.dtype]
+    dtype = NAMED_DTYPES[config.dtype]
     bank = AdapterBank(shape, dtype=dtype, device="meta")
     bank.take(planned_adapters(shape, config, agents, common_a=policy == COMMON_A))
     method = make_policy(policy)

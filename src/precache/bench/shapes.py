@@ -25,6 +25,14 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 32,
         "vocab_size": 128_256,
         "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     },
     "ministral-8b": _EIGHT_BILLION
     | {

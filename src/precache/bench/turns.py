@@ -14,7 +14,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from precache import Engine
-from precache.bench.adapters import LORA_RANK, TARGETS, agent_names, write_random_adapters
+from precache.bench.adapters import LORA_RANK, agent_names, write_random_adapters
+from precache.bench.checks import require_agents, require_positive, require_targets
 from precache.bench.player import EnginePlayer, Player, Run, play_trace
 from precache.bench.random_model import RANDOM_LLAMA, write_random_llama
 from precache.bench.stock import StockPlayer
@@ -77,17 +78,13 @@ class TurnsConfig:
     think_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "repeats", "rank", "decode"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}", getattr(self, name), "an integer of at least 1")
-        if not self.agents or min(self.agents) < 1:
-            raise ConfigError("--agents", list(self.agents), "integers of at least 1")
+        require_positive(self, "rounds", "repeats", "rank", "decode")
+        require_agents(self.agents)
         if not self.chunks or min(self.chunks) < 1:
             raise ConfigError("--chunk", list(self.chunks), "lengths of at least 1 token")
         if not self.shared or not 0 <= min(self.shared) <= max(self.shared) <= 1:
             raise ConfigError("--shared", list(self.shared), "shares between 0 and 1")
-        if self.targets not in TARGETS:
-            raise ConfigError("--targets", self.targets, f"one of {sorted(TARGETS)}")
+        require_targets(self.targets)
         if not self.rows:
             raise ConfigError("--policies", "none", f"names among {[STOCK, *POLICIES]}")
         if self.think_s < 0:

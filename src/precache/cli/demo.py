@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from precache import Engine
     from precache.agents import TurnRecord
+    from precache.fidelity.scores import Score
     from precache.request import Usage
 
 POLICIES = ("nonshared", "prelrshared", "rebaseshared")
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             turns = turns or played
             logits = _forced_logits(engine, turns)
             reference = reference or logits
-            rows.append(_row(engine, played, logits, reference))
+            rows.append(_row(engine, played, _compared(turns, logits, reference)))
             engine.close()
     _print_table(rows)
     if args.json:
@@ -134,18 +135,20 @@ def _forced_logits(engine: Engine, turns: Sequence[TurnRecord]) -> list[Tensor]:
         return [replay.score(turn.role, turn.prompt_token_ids, turn.token_ids) for turn in turns]
 
 
-def _row(
-    engine: Engine,
-    turns: Sequence[TurnRecord],
-    logits: Sequence[Tensor],
-    reference: Sequence[Tensor],
-) -> DemoRow:
-    import torch
+def _compared(
+    turns: Sequence[TurnRecord], logits: Sequence[Tensor], reference: Sequence[Tensor]
+) -> Score:
+    """How far logits are from the reference's on the turns that both were made to say."""
+    from precache.fidelity.scores import Score, score
 
-    ours, exact = torch.cat(list(logits)), torch.cat(list(reference))
-    ours, exact = ours.log_softmax(-1), exact.log_softmax(-1)
-    kl = (exact.exp() * (exact - ours)).sum(-1).mean()
-    agreement = (ours.argmax(-1) == exact.argmax(-1)).float().mean()
+    scores = [
+        score(exact, ours, turn.token_ids)
+        for exact, ours, turn in zip(reference, logits, turns, strict=True)
+    ]
+    return sum(scores, Score())
+
+
+def _row(engine: Engine, turns: Sequence[TurnRecord], compared: Score) -> DemoRow:
     usages, timings = [_usage(turn) for turn in turns], [turn.timings for turn in turns]
     return DemoRow(
         policy=engine.policy.name,
@@ -154,8 +157,8 @@ def _row(
         tokens_prefilled=sum(u.prefill_tokens + u.catch_up_tokens for u in usages),
         neutral_tokens=sum(u.neutral_tokens for u in usages),
         cache_bytes=engine.stats().bytes_held,
-        kl=float(kl),
-        top1_agreement=float(agreement),
+        kl=compared.kl / compared.tokens,
+        top1_agreement=compared.agreed / compared.tokens,
     )
 
 

@@ -1,7 +1,7 @@
 """The public engine: text in, text out, adapters that come and go, and a look into the cache.
 
 One engine serves one model. Its methods may be called from several threads; forward passes run one at a time under a
-lock that is released after every decode step, so two streams take turns.
+lock that is handed on after every pass of a turn, so two streams take turns.
 """
 
 from __future__ import annotations

@@ -39,6 +39,11 @@ SUPPORTED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma
 KEY_NORMS = ("qwen3", "gemma3_text")  # k is normalised: base + low-rank part is no longer linear
 # Rotary tables that do not depend on the context length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+NAMED_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _DIGEST_SAMPLES = 4096  # values per weight
 _DIGEST_FACTS = (
     "model_type",
@@ -342,8 +347,7 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16, except on CPUs without fast bfloat16 products, where it is float32."""
     if name != "auto":
-        named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        return named[name]
+        return NAMED_DTYPES[name]
     slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
 

@@ -14,12 +14,12 @@ from precache.bench.attention.methods import SDPA, SDPA_EXPAND, Method, make_met
 from precache.bench.attention.points import Heads, Point, Problem, make_problem
 from precache.bench.attention.timing import Sample, seconds_per_call
 from precache.bench.spread import Spread, spread_of
+from precache.engine.model import NAMED_DTYPES
 from precache.errors import ConfigError
 from precache.ops import available_backends, reference
 from precache.ops.contract import AttentionInputs, ValueStrip
 from precache.ops.numerics import product_dtype
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHECKED_QUERIES = 16  # the last ones; the reference holds all their scores
 _SHORTEST_SAMPLE_S = 0.02
 
@@ -55,8 +55,8 @@ class AttentionConfig:
         if self.prefill < 0 or self.prefill == 1 or self.prefill > min(self.contexts):
             allowed = f"0, or 2 up to the shortest context, {min(self.contexts)}"
             raise ConfigError("--prefill", self.prefill, allowed)
-        if unknown := [name for name in self.dtypes if name not in DTYPES]:
-            raise ConfigError("--dtypes", unknown, f"names among {list(DTYPES)}")
+        if unknown := [name for name in self.dtypes if name not in NAMED_DTYPES]:
+            raise ConfigError("--dtypes", unknown, f"names among {list(NAMED_DTYPES)}")
         if unknown := [name for name in self.backends if name not in available_backends()]:
             raise ConfigError("--backends", unknown, f"names among {list(available_backends())}")
 
@@ -67,7 +67,7 @@ class AttentionConfig:
                 for name in self.dtypes:
                     for context in self.contexts:
                         for rank in self.ranks:
-                            yield Point(heads, context, q_len, rank, DTYPES[name])
+                            yield Point(heads, context, q_len, rank, NAMED_DTYPES[name])
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class AttentionReport:
 def bench_attention(config: AttentionConfig) -> AttentionReport:
     """Measure. Raises BackendUnavailableError for a backend that cannot run on the device."""
     device = torch.device(config.device)
-    ceilings = {name: measure_ceilings(DTYPES[name], device) for name in config.dtypes}
+    ceilings = {name: measure_ceilings(NAMED_DTYPES[name], device) for name in config.dtypes}
     kept, left_out = _kept(config, device)
     rows: list[AttentionRow] = []
     for point in tqdm(kept, desc="attention", disable=None, leave=False):

@@ -15,6 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from precache.bench.adapters import agent_names, write_random_adapters
+from precache.bench.checks import require_positive
 from precache.bench.serving.load import Load, Play, play
 from precache.bench.serving.process import running_server
 from precache.bench.serving.summary import STOCK, ServingRow, summarise
@@ -53,9 +54,7 @@ class ServingConfig:
     flags: tuple[str, ...] = ()  # of vLLM's server, for every row
 
     def __post_init__(self) -> None:
-        for name in ("chunk", "rounds", "agents", "trajectories", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}", getattr(self, name), "an integer of at least 1")
+        require_positive(self, "chunk", "rounds", "agents", "trajectories", "repeats")
         if not self.qps or min(self.qps) <= 0:
             raise ConfigError("--qps", list(self.qps), "requests per second, above 0")
         known = (STOCK, *PLUGIN_POLICIES)
