@@ -19,18 +19,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from precache.errors import UnsupportedModelError
 from precache.vllm_plugin.activation import current_settings
 from precache.vllm_plugin.backends.cpu_plan import Part, Plan, Scratch, make_plan
+from precache.vllm_plugin.backends.layer import StripLayer
 from precache.vllm_plugin.settings import parse_settings
-from precache.vllm_plugin.strips import (
-    StripStep,
-    move_strips,
-    strip_rows,
-    strip_view,
-    strip_width,
-    write_strips,
-)
 
 _ROW_MAJOR_ISAS = ("vec", "vec16")  # those that keep a block's values as [block_size, head_dim]
 
@@ -74,32 +66,21 @@ class _Pages(NamedTuple):
     strips: Tensor  # [num_blocks, block_size, width]
 
 
-class StripAttentionImpl(CPUAttentionBackendImpl):
+class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
     """Attention of one layer over pages with strips."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.alibi_slopes is not None or self.sinks is not None:
-            raise UnsupportedModelError("attention with ALiBi or sinks cannot read strips")
-        self.projection: Any = None  # a StripProjection
         self._pages: _Pages | None = None
-        self.step = StripStep()
 
-    def use_strips_of(self, projection: Any) -> None:
-        """Attend with the values of this projection's adapters."""
-        self.projection = projection
-        self.width = strip_width(projection.num_slots, projection.lora_rank, self.head_size)
+    def strips_in(self, kv_cache: Tensor) -> Tensor:
+        return self._pages_of(kv_cache).strips
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        strips = self._pages_of(kv_cache).strips
-        if self.step.where is None:
-            self.step.where = strip_rows(slot_mapping, strips.shape[1])
-        write_strips(strips, self.projection.new_strips, self.step.where)
-        for moves in self.step.moves:
-            move_strips(strips, moves, self.projection.lora_rank)
+        self.store_strips(kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -160,7 +141,7 @@ class StripAttentionImpl(CPUAttentionBackendImpl):
         if self._pages is None or self._pages.kv_cache is not kv_cache:
             num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
             whole = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, self.head_size)
-            strips = strip_view(kv_cache, self.width)
+            strips = super().strips_in(kv_cache)
             keys, values = whole.chunk(2, dim=2)
             self._pages = _Pages(kv_cache, whole, keys, values, strips)
         return self._pages

@@ -13,15 +13,8 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from precache.errors import UnsupportedModelError
 from precache.vllm_plugin.activation import current_settings
+from precache.vllm_plugin.backends.layer import StripLayer
 from precache.vllm_plugin.backends.paged import attend_with_strips, slots_of_requests
-from precache.vllm_plugin.strips import (
-    StripStep,
-    move_strips,
-    strip_rows,
-    strip_view,
-    strip_width,
-    write_strips,
-)
 
 
 class SharingTritonBackend(TritonAttentionBackend):
@@ -34,37 +27,19 @@ class SharingTritonBackend(TritonAttentionBackend):
         return StripTritonImpl if has_strips else TritonAttentionImpl
 
 
-class StripTritonImpl(TritonAttentionImpl):
+class StripTritonImpl(StripLayer, TritonAttentionImpl):
     """Attention of one layer over pages with strips."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.alibi_slopes is not None or self.sinks is not None:
-            raise UnsupportedModelError("attention with ALiBi or sinks cannot read strips")
         if self.sliding_window != (-1, -1):
             raise UnsupportedModelError("sliding-window attention cannot read strips")
-        self.projection: Any = None  # a StripProjection
-        self.step = StripStep()
-
-    def use_strips_of(self, projection: Any) -> None:
-        """Attend with the values of this projection's adapters."""
-        self.projection = projection
-        self.width = strip_width(projection.num_slots, projection.lora_rank, self.head_size)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         self.store_strips(kv_cache, slot_mapping)
-
-    def store_strips(self, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Store the strips of the step's rows, and apply its moves."""
-        strips = strip_view(kv_cache, self.width)
-        if self.step.where is None:
-            self.step.where = strip_rows(slot_mapping, strips.shape[1])
-        write_strips(strips, self.projection.new_strips, self.step.where)
-        for moves in self.step.moves:
-            move_strips(strips, moves, self.projection.lora_rank)
 
     def forward(
         self,
