@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from precache.ops import AttentionOutput, KeyStrip, ValueStrip, cpu, decode, reference
+from precache.ops import AttentionOutput, KeyStrip, ValueStrip, cpu, decode, native, reference
 from precache.ops.contract import AttentionInputs, check
 from tests.ops.cases import Case, in_float32, segment
 
@@ -40,10 +40,22 @@ def as_chosen(inputs: AttentionInputs) -> AttentionOutput:
         return cpu.attend(inputs)
 
 
+def by_the_kernel(inputs: AttentionInputs) -> AttentionOutput:
+    """Decode steps in C, everything else as chosen."""
+    if (reason := native.obstacle(torch.device("cpu"), torch.float32)) is not None:
+        pytest.skip(reason)
+    if inputs.q.dtype not in native.DTYPES:
+        pytest.skip("the kernel has no float64")
+    check(inputs)
+    with torch.inference_mode():
+        return native.attend(inputs)
+
+
 METHODS = ("low_rank", "expanded", "fused")
 FORMS: dict[str, Attend] = {
     **{method: functools.partial(blocked, method=method) for method in METHODS},
     "chosen": as_chosen,
+    "native": by_the_kernel,
 }
 
 

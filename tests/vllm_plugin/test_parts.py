@@ -247,11 +247,18 @@ def test_a_move_copies_one_slots_columns() -> None:
 # --- how a batch is split ------------------------------------------------------------------------
 
 
-def plan_of(lengths: list[int], seqs: list[int], slots: list[int], two_pass: bool = True) -> Any:
+def plan_of(
+    lengths: list[int], seqs: list[int], slots: list[int], decode_apart: bool = True
+) -> Any:
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     table = torch.arange(len(seqs) * 8, dtype=torch.int32).view(len(seqs), 8) + 1
     return make_plan(
-        starts, torch.tensor(seqs, dtype=torch.int32), table, torch.tensor(slots), BLOCK, two_pass
+        starts,
+        torch.tensor(seqs, dtype=torch.int32),
+        table,
+        torch.tensor(slots),
+        BLOCK,
+        decode_apart,
     )
 
 
@@ -264,7 +271,7 @@ def test_each_request_is_in_one_part() -> None:
     assert plan.base.seq_lens.tolist() == [3, 5]
     (scratch,) = plan.expanded
     assert scratch.part.rows == slice(5, 7)
-    assert plan_of([1, 1], [9, 9], [0, 1], two_pass=False).decode is None
+    assert plan_of([1, 1], [9, 9], [0, 1], decode_apart=False).decode is None
 
 
 def test_scratch_pages_are_the_distinct_pairs_of_slot_and_block() -> None:

@@ -21,9 +21,11 @@ AUTO = "auto"
 _BACKENDS = {
     "reference": "precache.ops.reference",
     "cpu": "precache.ops.cpu",
+    "native": "precache.ops.native",
     "triton": "precache.ops.triton",
 }
 _PORTABLE = "cpu"  # blocked torch, on every device
+_FASTEST = {"cuda": "triton", "cpu": "native"}
 
 _logger = logging.getLogger(__name__)
 
@@ -37,8 +39,9 @@ def available_backends() -> tuple[str, ...]:
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that `name` stands for on this device, for inputs of this dtype.
 
-    "auto" takes Triton where it can run on a GPU and blocked torch elsewhere. Raises
-    UnknownBackendError, and BackendUnavailableError for one that was asked for and cannot run.
+    "auto" takes Triton where it can run on a GPU, the native kernel where it can on a CPU, and blocked
+    torch elsewhere. Raises UnknownBackendError, and BackendUnavailableError for one that was asked
+    for and cannot run.
     """
     if name not in (AUTO, *_BACKENDS):
         raise UnknownBackendError(name, known=[AUTO, *_BACKENDS])
@@ -46,7 +49,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
         chosen, why = _automatic(device, dtype)
         _logger.info("attention backend %r, for %s on %s: %s", chosen, dtype, device, why)
         return chosen
-    if name == "triton" and (reason := _obstacle_to_triton(device, dtype)) is not None:
+    if (reason := _obstacle(name, device, dtype)) is not None:
         raise BackendUnavailableError(name, reason)
     return name
 
@@ -62,16 +65,20 @@ def load_backend(
 
 
 def _automatic(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    if device.type != "cuda":
+    wanted = _FASTEST.get(device.type)
+    if wanted is None:
         return _PORTABLE, "chosen by auto for this kind of device"
-    obstacle = _obstacle_to_triton(device, dtype)
+    obstacle = _obstacle(wanted, device, dtype)
     if obstacle is None:
-        return "triton", "chosen by auto"
-    return _PORTABLE, f"chosen by auto, because triton cannot be used: {obstacle}"
+        return wanted, "chosen by auto"
+    return _PORTABLE, f"chosen by auto, because {wanted} cannot be used: {obstacle}"
 
 
-def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    if find_spec("triton") is None:
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot run there; those that can run everywhere are not asked."""
+    if name not in _FASTEST.values():
+        return None
+    if name == "triton" and find_spec("triton") is None:
         return 'the package is not installed: pip install "precache[triton]"'
-    obstacle: str | None = import_module(_BACKENDS["triton"]).obstacle(device, dtype)
+    obstacle: str | None = import_module(_BACKENDS[name]).obstacle(device, dtype)
     return obstacle

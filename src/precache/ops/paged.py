@@ -8,13 +8,21 @@ row t % page_size of page `block_table[s, t // page_size]`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from precache.ops.backends import choose_backend
-from precache.ops.contract import AttentionContractError, AttentionOutput, check_settings
+from precache.ops.contract import (
+    AttentionContractError,
+    AttentionOutput,
+    UnknownBackendError,
+    check_settings,
+)
+
+_BACKENDS = {"triton": "precache.ops.triton", "native": "precache.ops.native"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,10 @@ class PagedStrips:
 
 
 class PagedInputs(NamedTuple):
-    """One batch. k, v_base and z may have any strides but 1 in the last dimension."""
+    """One batch. q, k, v_base and z may have any strides but 1 in the last dimension.
+
+    The native kernel also takes keys that lie column by column in their page: stride 1 in page_size.
+    """
 
     q: Tensor  # [num_tokens, num_heads, head_dim], after RoPE, the sequences one after the other
     k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim], after RoPE
@@ -43,25 +54,28 @@ class PagedInputs(NamedTuple):
     softcap: float | None = None
 
 
-def paged_lora_attention(inputs: PagedInputs, out: Tensor | None = None) -> AttentionOutput:
+def paged_lora_attention(
+    inputs: PagedInputs, out: Tensor | None = None, *, backend: str = "triton"
+) -> AttentionOutput:
     """Causal attention of every sequence, with `v_base + z b` of its adapter as values.
 
     `out` [num_tokens, num_heads, head_dim] is filled if it is given. The output is a view of it,
-    heads first, as from `lora_attention`. Only Triton does this; where it cannot run,
-    BackendUnavailableError is raised.
+    heads first, as from `lora_attention`. `backend` is "triton" or, on a CPU and for one query a
+    sequence, "native". Raises UnknownBackendError, and BackendUnavailableError where it cannot run.
     """
-    check_paged(inputs)
+    if backend not in _BACKENDS:
+        raise UnknownBackendError(backend, known=_BACKENDS)
+    check_paged(inputs, keys_by_column=backend == "native")
     if out is None:
         out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
     else:
         _check_tensor("out", out, inputs.q.shape, inputs.q)
-    choose_backend("triton", inputs.q.device, inputs.q.dtype)
-    from precache.ops.triton import attend_paged
+    choose_backend(backend, inputs.q.device, inputs.q.dtype)
+    attended: AttentionOutput = import_module(_BACKENDS[backend]).attend_paged(inputs, out)
+    return attended
 
-    return attend_paged(inputs, out)
 
-
-def check_paged(inputs: PagedInputs) -> None:
+def check_paged(inputs: PagedInputs, keys_by_column: bool = False) -> None:
     """Refuse a batch whose shapes, dtypes or strides do not fit together; looks at metadata only."""
     q, k = inputs.q, inputs.k
     if q.dim() != 3 or q.numel() == 0 or not q.is_floating_point():
@@ -76,7 +90,8 @@ def check_paged(inputs: PagedInputs) -> None:
         raise AttentionContractError(
             "num_heads", q.shape[1], f"a multiple of num_kv_heads={k.shape[2]}"
         )
-    _check_tensor("k", k, k.shape, q)
+    by_column = keys_by_column and k.stride(3) != 1
+    _check_tensor("k", k, k.shape, q, dense=1 if by_column else 3)
     _check_tensor("v_base", inputs.v_base, k.shape, q)
     num_seqs = inputs.kv_lens.shape[0]
     _check_index("kv_lens", inputs.kv_lens, (num_seqs,), q)
@@ -104,14 +119,16 @@ def _check_strips(strips: PagedStrips, inputs: PagedInputs) -> None:
     _check_index("strips.adapter_index", strips.adapter_index, inputs.kv_lens.shape, inputs.q)
 
 
-def _check_tensor(what: str, tensor: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
+def _check_tensor(
+    what: str, tensor: Tensor, shape: tuple[int, ...], q: Tensor, dense: int = -1
+) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise AttentionContractError(f"{what}.shape", list(tensor.shape), f"{list(shape)}")
     if tensor.dtype != q.dtype:
         raise AttentionContractError(f"{what}.dtype", tensor.dtype, f"the dtype of q, {q.dtype}")
     _check_device(what, tensor, q)
-    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        raise AttentionContractError(f"{what}.stride(-1)", tensor.stride(-1), "1")
+    if tensor.stride(dense) != 1 and tensor.shape[dense] != 1:
+        raise AttentionContractError(f"{what}.stride({dense})", tensor.stride(dense), "1")
 
 
 def _check_index(what: str, tensor: Tensor, shape: tuple[int, ...], q: Tensor) -> None:

@@ -1,7 +1,8 @@
 """The CPU backend: vLLM's own attention operator, called so that each reader sees its own values.
 
-Requests without an adapter are attended to as they are. For a decoding request the operator runs twice, `P v_base` and
-`P z` (the strips read as one value head), and B is applied to the second result: the full-width value is never made.
+Requests without an adapter are attended to as they are. A decoding request is our own kernel's, which sums `P v_base`
+and `P z` in one pass over vLLM's pages. Where it was not compiled the operator runs twice, the second time with the
+strips as a value head, and B is applied to that result: the full-width value is never made either way.
 For longer queries the pages in use are copied with `z B` added to their values, which costs less than a second pass.
 """
 
@@ -19,11 +20,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from precache.ops import native
+from precache.ops.paged import PagedInputs, PagedStrips, paged_lora_attention
 from precache.vllm_plugin.activation import current_settings
 from precache.vllm_plugin.backends.cpu_plan import Part, Plan, Scratch, make_plan
 from precache.vllm_plugin.backends.layer import StripLayer
 from precache.vllm_plugin.settings import parse_settings
 
+_CPU = torch.device("cpu")
 _ROW_MAJOR_ISAS = ("vec", "vec16")  # those that keep a block's values as [block_size, head_dim]
 
 
@@ -61,8 +65,9 @@ class _Pages(NamedTuple):
 
     kv_cache: Tensor  # as vLLM hands it over
     whole: Tensor  # [num_blocks, num_kv_heads, 2 * block_size, head_dim]
-    keys: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
-    values: Tensor  # likewise
+    keys: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim], as the operator takes them
+    key_columns: Tensor  # [num_blocks, num_kv_heads, head_dim, block_size], as they lie
+    values: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
     strips: Tensor  # [num_blocks, block_size, width]
 
 
@@ -94,7 +99,7 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        plan = None if attn_metadata is None else self._plan(attn_metadata, kv_cache.shape[2])
+        plan = None if attn_metadata is None else self._plan(attn_metadata, kv_cache)
         if plan is None or (plan.decode is None and not plan.expanded):
             stock: Tensor = super().forward(
                 layer,
@@ -122,7 +127,7 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
             out[rows] = self._attend(layer, scratch.part, query[rows], *expanded)
         return output
 
-    def _plan(self, metadata: Any, block_size: int) -> Plan:
+    def _plan(self, metadata: Any, kv_cache: Tensor) -> Plan:
         plan: Plan | None = getattr(metadata, "precache_plan", None)
         if plan is None:
             slots = self.projection.row_slots[metadata.query_start_loc[:-1].to(torch.int64)]
@@ -131,8 +136,8 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
                 metadata.seq_lens,
                 metadata.block_table,
                 slots,
-                block_size,
-                two_pass_decode=self.width == self.head_size,
+                block_size=kv_cache.shape[2],
+                decode_apart=self._kernel_decodes(kv_cache.dtype) or self.width == self.head_size,
             )
         return plan
 
@@ -143,11 +148,42 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
             whole = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, self.head_size)
             strips = super().strips_in(kv_cache)
             keys, values = whole.chunk(2, dim=2)
-            self._pages = _Pages(kv_cache, whole, keys, values, strips)
+            columns = keys.flatten(2).unflatten(2, (self.head_size, block_size))
+            self._pages = _Pages(kv_cache, whole, keys, columns, values, strips)
         return self._pages
 
     def _decode(self, layer: Any, part: Part, query: Tensor, pages: _Pages) -> Tensor:
-        """P v_base, plus P z of every KV head's queries with B applied: [num_rows, num_heads, head_dim]."""
+        """P v_base + (P z) B for one query a request: [num_rows, num_heads, head_dim]."""
+        if self._kernel_decodes(query.dtype):
+            return self._decode_in_one_pass(part, query, pages)
+        return self._decode_in_two_passes(layer, part, query, pages)
+
+    def _kernel_decodes(self, dtype: torch.dtype) -> bool:
+        """Whether our own kernel was compiled and takes this layer."""
+        group, rank = self.num_queries_per_kv, self.projection.lora_rank
+        return native.obstacle(_CPU, dtype) is None and native.fits(group, self.head_size, rank)
+
+    def _decode_in_one_pass(self, part: Part, query: Tensor, pages: _Pages) -> Tensor:
+        """By the kernel with both accumulators."""
+        num_slots, rank = self.projection.num_slots, self.projection.lora_rank
+        strips = pages.strips[..., : num_slots * rank].unflatten(-1, (num_slots, rank))
+        inputs = PagedInputs(
+            q=query,
+            k=pages.key_columns.permute(0, 3, 1, 2),
+            v_base=pages.values.transpose(1, 2),
+            block_table=part.block_table,
+            query_start=part.query_start_loc,
+            kv_lens=part.seq_lens,
+            max_q_len=1,
+            max_kv_len=part.block_table.shape[1] * pages.strips.shape[1],
+            scale=self.scale,
+            strips=PagedStrips(strips, self.projection.stacked_value_b, part.slots.int()),
+            softcap=self.logits_soft_cap or None,
+        )
+        return paged_lora_attention(inputs, backend="native").out.transpose(0, 1)
+
+    def _decode_in_two_passes(self, layer: Any, part: Part, query: Tensor, pages: _Pages) -> Tensor:
+        """By vLLM's operator, which reads the strips as the values of one KV head in a second pass."""
         out = self._attend(layer, part, query, pages.keys, pages.values)
         by_head = (-1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
         queries = query.reshape(by_head).transpose(0, 1).contiguous()

@@ -38,8 +38,8 @@ class Scratch:
 
 @dataclass
 class Plan:
-    """Requests without an adapter read values as they lie; decoding ones combine two passes over the cache; for all
-    others the values are expanded into scratch pages."""
+    """Requests without an adapter read values as they lie; decoding ones read them and their strips; for all others the
+    values are expanded into scratch pages."""
 
     base: Part | None
     decode: Part | None
@@ -52,12 +52,12 @@ def make_plan(
     block_table: Tensor,
     request_slots: Tensor,  # int64 [num_requests]
     block_size: int,
-    two_pass_decode: bool,
+    decode_apart: bool,
 ) -> Plan:
     """Split a batch."""
     lengths = query_start_loc[1:] - query_start_loc[:-1]
     has_adapter = request_slots >= 0
-    decodes = has_adapter & (lengths == 1) & two_pass_decode
+    decodes = has_adapter & (lengths == 1) & decode_apart
 
     def part(requests: Tensor) -> Part:
         return _select(query_start_loc, seq_lens, block_table, request_slots, requests)

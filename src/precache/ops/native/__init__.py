@@ -1,0 +1,137 @@
+"""Decode steps on a CPU by a C kernel with both accumulators; everything else by the blocked backend.
+
+One query per sequence, keys, values and strips each read once and widened in registers; see decode.c. Compiled when
+precache is installed, if there is a C compiler; without it the backend "cpu" does the same in several torch calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from precache.ops import cpu
+from precache.ops.contract import AttentionInputs, AttentionOutput, BackendUnavailableError
+from precache.ops.native.library import (
+    DTYPES,
+    LANES,
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    MAX_RANK,
+    DecodeCall,
+    load,
+    run,
+)
+from precache.ops.paged import PagedInputs
+
+__all__ = ["attend", "attend_paged", "fits", "obstacle"]
+
+
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this backend cannot run, or None."""
+    if device.type != "cpu":
+        return f"it runs on CPUs, not on {device.type!r}"
+    if dtype not in DTYPES:
+        return f"it computes in {', '.join(map(str, DTYPES))}, not in {dtype}"
+    return load()[1]
+
+
+def fits(group: int, head_dim: int, rank: int) -> bool:
+    """Whether the kernel takes these shapes; `group` is the number of query heads of a KV head."""
+    small = group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM and rank <= MAX_RANK
+    return small and head_dim % LANES == 0
+
+
+def attend(inputs: AttentionInputs) -> AttentionOutput:
+    """Attention of one sequence; more than one query, and low-rank keys, are the blocked backend's."""
+    num_heads, q_len, head_dim = inputs.q.shape
+    num_kv_heads, kv_len, _ = inputs.k.shape
+    rank = 0 if inputs.v_lora is None else inputs.v_lora.z.shape[1]
+    decodes = q_len == 1 and inputs.k_lora is None
+    if not (decodes and fits(num_heads // num_kv_heads, head_dim, rank)):
+        return cpu.attend(inputs)
+    out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
+    lse = inputs.q.new_empty(num_heads, 1, dtype=torch.float32)
+    last = int(inputs.q_positions) - inputs.kv_start
+    end = min(max(last + 1, 0), kv_len)
+    first = 0 if inputs.window is None else max(last + 1 - inputs.window, 0)
+    bounds = (ctypes.c_int32 * 3)(first, end, 0)
+    call = _call(inputs, num_heads, num_kv_heads, out, lse)
+    call.first = ctypes.addressof(bounds)
+    call.end, call.slots = call.first + 4, call.first + 8
+    call.num_seqs, call.block_size, call.max_blocks = 1, kv_len, 1
+    call.q_head, call.out_head = inputs.q.stride(0), out.stride(0)
+    call.k_head, call.k_token, call.k_dim = inputs.k.stride()
+    call.v_head, call.v_token = inputs.v_base.stride()[:2]
+    if inputs.v_lora is not None:
+        call.z = inputs.v_lora.z.data_ptr()
+        call.b = inputs.v_lora.b.data_ptr()
+        call.rank, call.z_token = rank, inputs.v_lora.z.stride(0)
+        call.b_head, call.b_rank = inputs.v_lora.b.stride()[:2]
+    run(call)
+    return AttentionOutput(out, lse)
+
+
+def attend_paged(inputs: PagedInputs, out: Tensor) -> AttentionOutput:
+    """Attention of sequences with one query each over a paged cache; fills `out`.
+
+    Raises BackendUnavailableError for more queries or other shapes than the kernel takes.
+    """
+    num_seqs, num_heads, head_dim = inputs.q.shape
+    page_size, num_kv_heads = inputs.k.shape[1:3]
+    rank = 0 if inputs.strips is None else inputs.strips.z.shape[3]
+    if inputs.max_q_len != 1:
+        raise BackendUnavailableError("native", "it decodes: one query a sequence")
+    if not fits(num_heads // num_kv_heads, head_dim, rank):
+        raise BackendUnavailableError(
+            "native", f"{num_heads} heads of {head_dim} over {num_kv_heads}, rank {rank}"
+        )
+    if inputs.k.stride(-1) != 1 and page_size % LANES:
+        raise BackendUnavailableError("native", f"keys by column in pages of {page_size}")
+    lse = inputs.q.new_empty(num_seqs, num_heads, dtype=torch.float32)
+    call = _call(inputs, num_heads, num_kv_heads, out, lse)
+    if inputs.window is not None:
+        first = (inputs.kv_lens - inputs.window).clamp_(min=0)
+        call.first = first.data_ptr()
+    call.end = inputs.kv_lens.data_ptr()
+    call.block_table = inputs.block_table.data_ptr()
+    call.num_seqs, call.block_size = num_seqs, page_size
+    call.max_blocks = inputs.block_table.stride(0)
+    call.q_seq, call.q_head = inputs.q.stride()[:2]
+    call.out_seq, call.out_head = out.stride()[:2]
+    call.k_block, call.k_token, call.k_head, call.k_dim = inputs.k.stride()
+    call.v_block, call.v_token, call.v_head = inputs.v_base.stride()[:3]
+    if inputs.strips is not None:
+        strips = inputs.strips
+        call.z = strips.z.data_ptr()
+        call.b = strips.b.data_ptr()
+        call.slots = strips.adapter_index.data_ptr()
+        call.rank, (call.z_block, call.z_token, call.z_slot) = rank, strips.z.stride()[:3]
+        call.b_slot, call.b_head, call.b_rank = strips.b.stride()[:3]
+    run(call)
+    return AttentionOutput(out.transpose(0, 1), lse.transpose(0, 1))
+
+
+def _call(
+    inputs: AttentionInputs | PagedInputs,
+    num_heads: int,
+    num_kv_heads: int,
+    out: Tensor,
+    lse: Tensor,
+) -> DecodeCall:
+    """What both forms have in common. The tensors have to outlive the call."""
+    return DecodeCall(
+        q=inputs.q.data_ptr(),
+        k=inputs.k.data_ptr(),
+        v=inputs.v_base.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=inputs.q.shape[-1],
+        scale=inputs.scale,
+        softcap=inputs.softcap or 0.0,
+        dtype=DTYPES[inputs.q.dtype],
+        threads=torch.get_num_threads(),
+    )

@@ -1,0 +1,283 @@
+"""The C kernel of decode steps: against the definition, in all its dtypes, over one buffer and over pages."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from precache.ops import (
+    AttentionContractError,
+    BackendUnavailableError,
+    cpu,
+    lora_attention,
+    native,
+    reference,
+)
+from precache.ops.backends import choose_backend
+from precache.ops.native import build, library
+from precache.ops.paged import PagedStrips, paged_lora_attention
+from tests.ops.cases import Case, in_float32
+from tests.ops.paged_cases import BASE, Batch, paged_reference
+from tests.ops.test_attention import assert_different, assert_same
+
+CPU = torch.device("cpu")
+HALF = (torch.bfloat16, torch.float16)
+
+needs_the_kernel = pytest.mark.skipif(
+    library.load()[0] is None, reason=f"the kernel: {library.load()[1]}"
+)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Around the ends of a tile (32 keys) and of a piece (512).
+@needs_the_kernel
+@pytest.mark.parametrize("kv_len", [1, 31, 32, 33, 63, 511, 512, 513, 1500])
+@pytest.mark.parametrize("rank", [None, 1, 8, 13])
+def test_every_length_matches_the_definition(kv_len: int, rank: int | None) -> None:
+    inputs = Case(kv_len=kv_len, rank=rank).inputs()
+    assert_same(native.attend(inputs), reference.attend(inputs))
+    if rank is not None:
+        without = native.attend(inputs._replace(v_lora=None))
+        assert_different(native.attend(inputs), without)
+
+
+@needs_the_kernel
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 3), (2, 16), (8, 4)])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 128, 256])
+def test_every_shape_matches_the_definition(heads: int, group: int, head_dim: int) -> None:
+    case = Case(kv_len=600, num_kv_heads=heads, group=group, head_dim=head_dim, rank=8)
+    inputs = case.inputs()
+    assert_same(native.attend(inputs), reference.attend(inputs))
+
+
+@needs_the_kernel
+@pytest.mark.parametrize("window", [None, 1, 40, 700])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("kv_start", [0, 100])
+def test_window_softcap_and_start_match_the_definition(
+    window: int | None, softcap: float | None, kv_start: int
+) -> None:
+    case = Case(kv_len=600, window=window, softcap=softcap, kv_start=kv_start)
+    assert_same(native.attend(case.inputs()), reference.attend(case.inputs()))
+
+
+@needs_the_kernel
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_half_precision_is_rounded_once(dtype: torch.dtype, head_dim: int) -> None:
+    inputs = Case(kv_len=700, rank=8, head_dim=head_dim, dtype=dtype).inputs()
+    exact, got = reference.attend(in_float32(inputs)), native.attend(inputs)
+    assert got.out.dtype == dtype
+    ulp = torch.finfo(dtype).eps * exact.out.abs()
+    assert bool(((got.out.float() - exact.out).abs() <= 0.51 * ulp + 1e-5).all())
+    torch.testing.assert_close(got.lse, exact.lse, atol=1e-4, rtol=1e-5)
+
+
+@needs_the_kernel
+@pytest.mark.parametrize("dtype", HALF)
+def test_every_finite_half_survives_reading_and_writing(dtype: torch.dtype) -> None:
+    """Over a single key the output is its value."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    values = values[values.isfinite()].view(-1, 1, 64)
+    inputs = Case(kv_len=1, num_kv_heads=len(values), group=1, head_dim=64, rank=None, dtype=dtype)
+    got = native.attend(inputs.inputs()._replace(v_base=values))
+    assert torch.equal(got.out, values)
+
+
+@needs_the_kernel
+@pytest.mark.usefixtures("one_thread")
+def test_threads_change_nothing() -> None:
+    inputs = Case(kv_len=5000, head_dim=64, rank=8).inputs()
+    alone = native.attend(inputs)
+    torch.set_num_threads(2)
+    together = native.attend(inputs)
+    assert torch.equal(alone.out, together.out)
+    assert torch.equal(alone.lse, together.lse)
+
+
+@needs_the_kernel
+def test_keys_that_the_query_does_not_see_are_not_read() -> None:
+    inputs = Case(kv_len=90, q_positions=70, window=50).inputs()
+    poisoned = inputs._replace(k=inputs.k.clone(), v_base=inputs.v_base.clone())
+    for hidden in (slice(0, 21), slice(71, 90)):
+        poisoned.k[:, hidden] = poisoned.v_base[:, hidden] = torch.nan
+    assert_same(native.attend(poisoned), reference.attend(inputs))
+
+
+@needs_the_kernel
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(q_len=7, kv_len=60),
+        Case(key_rank=4),
+        Case(head_dim=12),
+        Case(group=17),
+        Case(rank=257, kv_len=50),
+    ],
+    ids=["queries", "low-rank keys", "odd heads", "wide group", "rank"],
+)
+def test_what_the_kernel_does_not_take_is_the_blocked_backends(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = cpu.attend(case.inputs())
+    monkeypatch.setattr(native, "run", lambda _: pytest.fail("the kernel ran"))
+    got = native.attend(case.inputs())
+    assert torch.equal(got.out, expected.out)
+
+
+BATCHES = {
+    "two adapters": Batch(((1, 30, 2), (1, 17, 0), (1, 600, 2))),
+    "with the base": Batch(((1, 30, 2), (1, 1, BASE), (1, 24, 1))),
+    "no strips": Batch(((1, 30, 0), (1, 9, 0)), rank=None),
+    "window and softcap": Batch(((1, 30, 2), (1, 7, 1)), window=11, softcap=3.0),
+    "one row a page": Batch(((1, 7, 1), (1, 3, 0)), page_size=1),
+    "pages wider than a tile": Batch(((1, 130, 1), (1, 63, 0)), page_size=64),
+    "pages as vLLM's": Batch(((1, 700, 1), (1, 33, 0)), page_size=32, head_dim=64, rank=8),
+}
+
+
+@needs_the_kernel
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_every_paged_batch_matches_the_definition(batch: Batch) -> None:
+    inputs = batch.inputs()
+    assert_same(paged_lora_attention(inputs, backend="native"), paged_reference(inputs))
+
+
+@needs_the_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("name", ["two adapters", "pages wider than a tile", "pages as vLLM's"])
+def test_keys_that_lie_column_by_column_are_the_same(name: str, dtype: torch.dtype) -> None:
+    inputs = replace(BATCHES[name], dtype=dtype).inputs()
+    by_column = inputs.k.transpose(1, 3).contiguous().transpose(1, 3)
+    assert by_column.stride(1) == 1
+    got = paged_lora_attention(inputs._replace(k=by_column), backend="native")
+    expected = paged_lora_attention(inputs, backend="native")
+    torch.testing.assert_close(got.out, expected.out, atol=1e-5, rtol=2e-2)
+    with pytest.raises(AttentionContractError, match=r"k\.stride"):
+        paged_lora_attention(inputs._replace(k=by_column))
+
+
+@needs_the_kernel
+def test_every_sequence_reads_its_own_adapter_and_pages() -> None:
+    inputs = BATCHES["two adapters"].inputs()
+    strips = inputs.strips
+    assert strips is not None
+    got = paged_lora_attention(inputs, backend="native")
+    turned = PagedStrips(strips.z, strips.b, strips.adapter_index.roll(1))
+    for wrong in (
+        inputs._replace(strips=turned),
+        inputs._replace(block_table=inputs.block_table.roll(1, 0).contiguous().clamp(min=0)),
+        inputs._replace(kv_lens=inputs.kv_lens - 1),
+    ):
+        if wrong.block_table is inputs.block_table:
+            assert_different(paged_lora_attention(wrong, backend="native"), got)
+        else:
+            out = paged_lora_attention(wrong, backend="native").out
+            assert not torch.allclose(out, got.out, atol=1e-3, equal_nan=True)
+
+
+@needs_the_kernel
+def test_paged_prefill_is_refused() -> None:
+    with pytest.raises(BackendUnavailableError, match="'native'.*one query a sequence"):
+        paged_lora_attention(Batch().inputs(), backend="native")
+
+
+def test_other_dtypes_and_devices_are_refused_by_name() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"'native' cannot be used: .*float64"):
+        lora_attention(**Case(dtype=torch.float64).inputs()._asdict(), backend="native")
+    assert "cuda" in (native.obstacle(torch.device("cuda"), torch.float32) or "")
+
+
+def test_both_sides_agree_on_the_limits_and_the_call() -> None:
+    source = build.SOURCE.read_text()
+    for name in ("MAX_GROUP", "MAX_HEAD_DIM", "MAX_RANK", "LANES"):
+        assert f"#define {name} {getattr(library, name)}\n" in source
+    body = source[source.index("struct decode_call {") :]
+    body = re.sub(r"/\*.*?\*/", "", body[: body.index("};")], flags=re.DOTALL)
+    declared = re.findall(r"(\w+)(?=[,;])", body)
+    assert declared == [name for name, _ in library.DecodeCall._fields_]
+
+
+@pytest.fixture
+def unloaded() -> Iterator[None]:
+    caches = (library.load, choose_backend)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_without_the_library_auto_takes_torch_and_asking_for_it_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "decode.so")
+    assert choose_backend("auto", CPU, torch.float32) == "cpu"
+    with pytest.raises(BackendUnavailableError, match=r"python -m precache\.ops\.native"):
+        choose_backend("native", CPU, torch.float32)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_file_that_is_no_library_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "decode.so"
+    broken.write_bytes(b"\x7fELF nothing")
+    monkeypatch.setattr(library, "LIBRARY", broken)
+    assert "cannot be loaded" in (native.obstacle(CPU, torch.float32) or "")
+    assert choose_backend("auto", CPU, torch.float32) == "cpu"
+
+
+@needs_the_kernel
+@pytest.mark.usefixtures("unloaded")
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Longer(library.DecodeCall):
+        _fields_ = [("more", ctypes.c_int64)]
+
+    monkeypatch.setattr(library, "DecodeCall", Longer)
+    assert "another version" in (native.obstacle(CPU, torch.float32) or "")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_building_replaces_an_older_library(tmp_path: Path) -> None:
+    target = tmp_path / "decode.so"
+    target.write_bytes(b"old")
+    assert build.build(target) == target
+    assert ctypes.CDLL(str(target)).precache_decode_call_size() == ctypes.sizeof(library.DecodeCall)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_building_without_a_compiler_says_so_and_leaves_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "decode.so"
+    target.write_bytes(b"old")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(build.BuildError, match="got 'no-such-compiler'"):
+        build.build(target)
+    assert not target.exists()
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = tmp_path / "cc"
+    failing.write_text("#!/bin/sh\necho no such flag >&2\nexit 3\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CC", str(failing))
+    with pytest.raises(build.BuildError, match=r"status 3\nno such flag"):
+        build.build(tmp_path / "decode.so")
+    assert list(tmp_path.iterdir()) == [failing]
