@@ -148,7 +148,7 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
             whole = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, self.head_size)
             strips = super().strips_in(kv_cache)
             keys, values = whole.chunk(2, dim=2)
-            columns = keys.flatten(2).unflatten(2, (self.head_size, block_size))
+            columns = keys.flatten(2).view(num_blocks, num_kv_heads, self.head_size, block_size)
             self._pages = _Pages(kv_cache, whole, keys, columns, values, strips)
         return self._pages
 
@@ -166,7 +166,7 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
     def _decode_in_one_pass(self, part: Part, query: Tensor, pages: _Pages) -> Tensor:
         """By the kernel with both accumulators."""
         num_slots, rank = self.projection.num_slots, self.projection.lora_rank
-        strips = pages.strips[..., : num_slots * rank].unflatten(-1, (num_slots, rank))
+        tail = pages.strips[..., : num_slots * rank]
         inputs = PagedInputs(
             q=query,
             k=pages.key_columns.permute(0, 3, 1, 2),
@@ -177,7 +177,11 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
             max_q_len=1,
             max_kv_len=part.block_table.shape[1] * pages.strips.shape[1],
             scale=self.scale,
-            strips=PagedStrips(strips, self.projection.stacked_value_b, part.slots.int()),
+            strips=PagedStrips(
+                tail.view(*tail.shape[:2], num_slots, rank),
+                self.projection.stacked_value_b,
+                part.slots.int(),
+            ),
             softcap=self.logits_soft_cap or None,
         )
         return paged_lora_attention(inputs, backend="native").out.transpose(0, 1)
