@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from precache.ops.backends import available_backends, choose_backend, load_backend
+from precache.ops.backends import AUTO, available_backends, choose_backend, load_backend
 from precache.ops.contract import (
     AttentionContractError,
     AttentionInputs,
@@ -22,6 +22,7 @@ from precache.ops.mass import attention_mass
 from precache.ops.merge import merge_attention
 
 __all__ = [
+    "AUTO",
     "AttentionContractError",
     "AttentionOutput",
     "BackendUnavailableError",

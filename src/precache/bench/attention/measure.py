@@ -16,7 +16,7 @@ from precache.bench.attention.timing import Sample, seconds_per_call
 from precache.bench.spread import Spread, spread_of
 from precache.engine.model import NAMED_DTYPES
 from precache.errors import ConfigError
-from precache.ops import available_backends, reference
+from precache.ops import AUTO, available_backends, choose_backend, reference
 from precache.ops.contract import AttentionInputs, ValueStrip
 from precache.ops.numerics import product_dtype
 
@@ -38,7 +38,7 @@ class AttentionConfig:
     prefill: int = 512
     longest_prefill: int = 8192
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    backends: tuple[str, ...] = ("cpu",)
+    backends: tuple[str, ...] = (AUTO, "cpu")
     device: str = "cpu"
     repeats: int = 5
     emulated: bool = False
@@ -57,8 +57,9 @@ class AttentionConfig:
             raise ConfigError("--prefill", self.prefill, allowed)
         if unknown := [name for name in self.dtypes if name not in NAMED_DTYPES]:
             raise ConfigError("--dtypes", unknown, f"names among {list(NAMED_DTYPES)}")
-        if unknown := [name for name in self.backends if name not in available_backends()]:
-            raise ConfigError("--backends", unknown, f"names among {list(available_backends())}")
+        known = [AUTO, *available_backends()]
+        if unknown := [name for name in self.backends if name not in known]:
+            raise ConfigError("--backends", unknown, f"names among {known}")
 
     def points(self) -> Iterator[Point]:
         """Decoding first, then prefill."""
@@ -137,7 +138,8 @@ def _measure(
     config: AttentionConfig, point: Point, problem: Problem, ceilings: Ceilings
 ) -> list[AttentionRow]:
     device = problem.inputs.q.device
-    methods = {name: make_method(name, problem) for name in (*config.backends, SDPA, SDPA_EXPAND)}
+    chosen = [choose_backend(name, device, point.dtype) for name in config.backends]
+    methods = {name: make_method(name, problem) for name in (*chosen, SDPA, SDPA_EXPAND)}
     exact = _exact(problem)
     errors = {name: _error(method, exact) for name, method in methods.items()}  # warms up, too
     calls = {}

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from precache.bench.attention.points import Problem
-from precache.ops import choose_backend, lora_attention
+from precache.ops import lora_attention
 
 SDPA = "sdpa"
 SDPA_EXPAND = "sdpa+expand"
@@ -21,7 +21,6 @@ def make_method(name: str, problem: Problem) -> Method:
     """The call to time, which returns [num_heads, q_len, head_dim]; what it may prepare beforehand is done here."""
     inputs = problem.inputs
     if name not in (SDPA, SDPA_EXPAND):
-        choose_backend(name, inputs.q.device, inputs.q.dtype)
         call = inputs._asdict()
         return lambda: lora_attention(**call, backend=name).out
     q, k, v = (tensor.unsqueeze(0) for tensor in (inputs.q, inputs.k, problem.values))

@@ -48,7 +48,7 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="no prefill at longer contexts (default: 8192)",
     )
     add("--dtypes", metavar="NAME,NAME", help="default: float32,bfloat16")
-    add("--backends", metavar="NAME,NAME", help="of lora_attention (default: cpu)")
+    add("--backends", metavar="NAME,NAME", help="of lora_attention (default: auto,cpu)")
     add("--device", help="cpu (default) or cuda")
     add("--repeats", type=int, help="times that every method is timed (default: 5)")
     add(
