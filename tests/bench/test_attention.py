@@ -12,9 +12,10 @@ from precache.bench.attention.methods import make_method
 from precache.bench.attention.points import Heads, Point, make_problem, parse_heads
 from precache.cli.main import main
 from precache.errors import ConfigError
-from precache.ops import BackendUnavailableError, ValueStrip
+from precache.ops import BackendUnavailableError, ValueStrip, choose_backend, native
 
-METHODS = ("cpu", "sdpa", "sdpa+expand")
+FASTEST = choose_backend("auto", torch.device("cpu"), torch.float32)
+METHODS = tuple(dict.fromkeys((FASTEST, "cpu", "sdpa", "sdpa+expand")))
 TINY = Heads(4, 2, 16)
 
 
@@ -117,7 +118,10 @@ def test_a_grid_that_means_nothing_is_refused(changes: dict[str, object], option
         AttentionConfig(**changes)
 
 
-def test_a_backend_that_cannot_run_is_refused() -> None:
-    problem = make_problem(Point(TINY, 30, 1, 4, torch.float64), torch.device("cpu"), seed=1)
-    with pytest.raises(BackendUnavailableError):
-        make_method("triton", problem)
+def test_a_backend_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "obstacle", lambda *_: "it was not compiled")
+    choose_backend.cache_clear()
+    settings = {"contexts": (20,), "ranks": (2,), "prefill": 0, "repeats": 1}
+    with pytest.raises(BackendUnavailableError, match="'native' cannot be used: it was not"):
+        bench_attention(AttentionConfig(heads=(TINY,), backends=("native",), **settings))
+    choose_backend.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from precache.adapters.calibration import load_calibration
 from precache.errors import ConfigError
 from precache.fidelity.calibrate import Calibration, CalibrationConfig, calibrate
 from precache.fidelity.recordings import Recording
@@ -21,6 +23,7 @@ from tests.fidelity.conftest import recorded
 from tests.reference.forward import Network
 from tests.reference.lora import AdapterDict, read_adapter
 
+ROOT = Path(__file__).parents[2]
 LAYER, READER, WRITERS = 2, "action", ("base", "plan", "reflect")
 WIDTH = 32  # of k, and of v: 2 KV heads of 16
 Array = NDArray[np.float64]
@@ -170,3 +173,21 @@ def test_settings_that_cannot_be_are_refused(rank: int, ridge: float) -> None:
 def test_a_rank_above_the_width_is_refused(setup: Setup, texts: list[Recording]) -> None:
     with setup.engine() as engine, pytest.raises(ConfigError, match="at most 64"):
         calibrate(engine, texts, CalibrationConfig(65))
+
+
+def test_a_bigger_fit_cut_to_a_rank_is_the_fit_of_that_rank(
+    setup: Setup, fitted: Mapping[int, Calibration], tmp_path: Path
+) -> None:
+    cut = runpy.run_path(str(ROOT / "benchmarks" / "cut_calibration.py"))["cut"]
+    big, small = tmp_path / "big.safetensors", tmp_path / "small.safetensors"
+    with setup.engine() as engine:
+        fitted[2 * WIDTH].save(big, engine)
+    cut(big, small, 4, range(LAYER, LAYER + 1))
+    loaded = load_calibration(small)
+    expected = fitted[4].corrections[LAYER, READER]
+    assert loaded.rank == 4
+    assert loaded.layers(READER) == {LAYER}
+    for writer in WRITERS:
+        for q, of_fit in ((loaded.q_k, expected.q_k), (loaded.q_v, expected.q_v)):
+            got = loaded.p[LAYER, writer, READER] @ q[LAYER, READER]
+            torch.testing.assert_close(got, expected.p[writer] @ of_fit, atol=1e-4, rtol=1e-3)
