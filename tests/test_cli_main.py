@@ -257,6 +257,11 @@ def test_a_reader_that_closes_early_is_no_error(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--recompute-share", "0.5"], "--recompute-share: got 0.5, allowed is only with a policy"),
+        (["--recompute-again", "--policy", "prelrshared"], "--recompute-again: got True, allowed"),
+        (
+            ["--recompute-seed", "1", "--policy", "cacheblend"],
+            "reads it: random-layers, random-tokens",
+        ),
         (["--blend-weight", "0.5", "--policy", "rebaseshared"], "that reads it: blend"),
         (["--calibration", "x", "--policy", "droidspeak"], "that reads it: calibrated"),
     ],

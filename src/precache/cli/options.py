@@ -22,6 +22,8 @@ DEMO_ROLES = ("plan", "action", "reflect")
 POLICY_SETTINGS = (
     "recompute_share",
     "recompute_profile",
+    "recompute_seed",
+    "recompute_again",
     "calibration",
     "blend_weight",
 )  # what some policies need
@@ -82,6 +84,18 @@ def add_policy_options(group: argparse._ActionsContainer) -> None:
         type=Path,
         metavar="FILE",
         help="their layers, as precache compare --profile writes them",
+    )
+    group.add_argument(
+        "--recompute-seed",
+        type=int,
+        metavar="SEED",
+        help="draws what random-layers and random-tokens replace (0)",
+    )
+    group.add_argument(
+        "--recompute-again",
+        action="store_true",
+        default=None,
+        help="replace a token again whenever another reader has done so since",
     )
     group.add_argument(
         "--calibration",

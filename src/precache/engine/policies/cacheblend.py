@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -79,6 +80,7 @@ class RandomTokens(CacheBlend):
     """A control for `cacheblend`: as many tokens, drawn by ``recompute_seed``."""
 
     name = "random-tokens"
+    settings: ClassVar[tuple[str, ...]] = (*CacheBlend.settings, "recompute_seed")
 
     def _selection(self, rows: float) -> Selection:
         return _Chance(rows, seed=self.config.recompute_seed)

@@ -7,7 +7,7 @@ and scattered layers drawn at random, a control at the same budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 
@@ -62,6 +62,7 @@ class RandomLayers(_Layers):
     """A control for `droidspeak-scattered`: as many layers, drawn by ``recompute_seed``."""
 
     name = "random-layers"
+    settings: ClassVar[tuple[str, ...]] = (*_Layers.settings, "recompute_seed")
 
     def _default(self, budget: int, num_layers: int) -> Sequence[int]:
         generator = torch.Generator().manual_seed(self.config.recompute_seed)

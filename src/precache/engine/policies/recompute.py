@@ -35,7 +35,11 @@ class Recompute(SharingPolicy):
     hidden states that a group starts from are kept by whoever runs a token first.
     """
 
-    settings: ClassVar[tuple[str, ...]] = ("recompute_share", "recompute_profile")
+    settings: ClassVar[tuple[str, ...]] = (
+        "recompute_share",
+        "recompute_profile",
+        "recompute_again",
+    )
 
     def __init__(self, schedule: str | None = None, config: EngineConfig | None = None) -> None:
         super().__init__(schedule, config)
