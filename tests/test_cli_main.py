@@ -262,7 +262,6 @@ def test_a_reader_that_closes_early_is_no_error(tmp_path: Path) -> None:
             ["--recompute-seed", "1", "--policy", "cacheblend"],
             "reads it: random-layers, random-tokens",
         ),
-        (["--blend-weight", "0.5", "--policy", "rebaseshared"], "that reads it: blend"),
         (["--calibration", "x", "--policy", "droidspeak"], "that reads it: calibrated"),
     ],
 )

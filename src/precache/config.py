@@ -25,8 +25,7 @@ class EngineConfig:
     the k and v of the tokens that are new to a reader, in the layers that ``recompute_profile`` (a JSON file) names
     for them; ``recompute_seed`` draws the random ones. Every reader refreshes a token once, or, with
     ``recompute_again``, again whenever another reader has done so since. ``calibration`` is the file with the
-    corrections that ``calibrated`` applies. ``blend_weight`` is how much of the base that ``blend`` stores is neutral,
-    for all layers or per layer.
+    corrections that ``calibrated`` applies.
     """
 
     policy: str = "prelrshared"
@@ -43,7 +42,6 @@ class EngineConfig:
     recompute_seed: int = 0
     recompute_again: bool = False
     calibration: str | Path | None = None
-    blend_weight: float | tuple[float, ...] = 0.5
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -52,13 +50,8 @@ class EngineConfig:
             _check_positive(field, getattr(self, field))
         if self.context_window is not None:
             _check_positive("context_window", self.context_window)
-        share, seed = self.recompute_share, self.recompute_seed
-        _check_share("recompute_share", share)
-        weights = (
-            self.blend_weight if isinstance(self.blend_weight, tuple) else (self.blend_weight,)
-        )
-        for weight in weights:
-            _check_share("blend_weight", weight)
+        _check_share("recompute_share", self.recompute_share)
+        seed = self.recompute_seed
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ConfigError("recompute_seed", seed, f"an integer from 0 to {2**63 - 1}")
 

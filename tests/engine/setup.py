@@ -162,8 +162,6 @@ class Setup:
         read = {name: read_adapter(path) for name, path in chosen.items()}
         if policy in RECOMPUTE:
             settings = reference_settings(policy) | settings
-        if policy == "blend":
-            settings = {"weights": (EngineConfig.blend_weight,) * 4} | settings
         return ReferenceState(self.stock, read, policy, **settings)
 
     def expected(

@@ -54,7 +54,7 @@ class ReferenceState:
 
         self.tokens: list[int] = []
         self.writers: list[str | None] = []  # who wrote each token
-        self._policy = {**POLICIES, **RECOMPUTE, "calibrated": Calibrated, "blend": Blend}[policy](
+        self._policy = {**POLICIES, **RECOMPUTE, "calibrated": Calibrated}[policy](
             Network(model), **settings
         )
         for name, adapter in adapters.items():
@@ -378,41 +378,6 @@ class ReBaseShared(_Split):
 
         neutral = self.network.run(prefix, 0, {}, context)
         self.append_strip(agent, [x[start:] for x in neutral.inputs])
-
-
-class Blend(ReBaseShared):
-    """The stored base is w times the neutral one and (1 - w) times the adapted one, and all attend to that."""
-
-    base_is_neutral = False
-
-    def __init__(self, network: Network, weights: Sequence[float]) -> None:
-        super().__init__(network)
-        self.weights = weights
-
-    def write(self, agent: str | None, new_tokens: list[int], start: int, adapted: Pass) -> None:
-        def mixed(layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
-            w, other = self.weights[layer], adapted.inputs[layer]
-            k = w * self.network.keys(layer, x, start, {})
-            v = w * self.network.values(layer, x, {})
-            k = k + (1 - w) * self.network.keys(layer, other, start, {})
-            v = v + (1 - w) * self.network.values(layer, other, {})
-            return torch.cat([self.k[layer], k], dim=1), torch.cat([self.v_base[layer], v], dim=1)
-
-        neutral = self.network.run(new_tokens, start, {}, mixed)
-        for layer, x in enumerate(neutral.inputs):
-            self.k[layer], self.v_base[layer] = mixed(layer, x)
-        self.append_strips(start, lambda name: adapted.inputs if name == agent else neutral.inputs)
-
-    def fill(self, agent: str | None, prefix: list[int]) -> None:
-        """A missing strip is X A_j of a pass with adapters off over the stored base."""
-        if agent is None or self.strip_lens[agent] >= len(prefix):
-            return
-        start = self.strip_lens[agent]
-
-        def context(layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.k[layer], self.v_base[layer]
-
-        self.append_strip(agent, self.network.run(prefix[start:], start, {}, context).inputs)
 
 
 POLICIES: dict[str, type[_Policy]] = {

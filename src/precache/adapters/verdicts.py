@@ -25,7 +25,6 @@ ALWAYS_ALLOWED = (
     "relaycaching",
     "random-layers",
     "random-tokens",
-    "blend",
 )
 COMMON_A = "baselrshared"  # needs equal A matrices
 CALIBRATED = "calibrated"  # needs a file that was fitted to these adapters

@@ -51,20 +51,12 @@ class KvBuffers:
         shape = (layout.num_kv_heads, capacity, layout.head_dim)
         return torch.empty(shape, dtype=layout.dtype, device=layout.device)
 
-    def write(
-        self, layer: int, positions: slice | Tensor, k: Tensor, v: Tensor, weight: float = 1.0
-    ) -> None:
-        """Store k and v [num_kv_heads, n, head_dim] of ``positions``, a slice or int64 [n].
-
-        With a ``weight`` below 1 the rest of what is stored is what these rows hold now.
-        """
+    def write(self, layer: int, positions: slice | Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v [num_kv_heads, n, head_dim] of ``positions``, a slice or int64 [n]."""
         if isinstance(positions, slice):
             rows: slice | Tensor = slice(positions.start - self.start, positions.stop - self.start)
         else:
             rows = (positions - self.start).to(k.device)
-        if weight < 1:
-            k = torch.lerp(self.k[layer][:, rows], k, weight)
-            v = torch.lerp(self.v[layer][:, rows], v, weight)
         self.k[layer][:, rows] = k
         self.v[layer][:, rows] = v
 

@@ -25,7 +25,6 @@ POLICY_SETTINGS = (
     "recompute_seed",
     "recompute_again",
     "calibration",
-    "blend_weight",
 )  # what some policies need
 _ENGINE_SETTINGS = ("policy", "schedule", "dtype", "cache_memory", "device", *POLICY_SETTINGS)
 
@@ -72,7 +71,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model: bool = True) -
 
 
 def add_policy_options(group: argparse._ActionsContainer) -> None:
-    """Add what some policies need: a share and layers to recompute, corrections, the mix of blend."""
+    """Add what some policies need: a share and layers to recompute, and corrections."""
     group.add_argument(
         "--recompute-share",
         type=float,
@@ -102,12 +101,6 @@ def add_policy_options(group: argparse._ActionsContainer) -> None:
         type=Path,
         metavar="FILE",
         help="the corrections of calibrated, as precache compare --calibrate writes them",
-    )
-    group.add_argument(
-        "--blend-weight",
-        type=float,
-        metavar="WEIGHT",
-        help="how much of the base that blend stores is neutral (0.5)",
     )
 
 

@@ -193,8 +193,7 @@ class Forward:
         for rows, lane in self.lanes:
             if lane.spec.writes(layer):
                 buffers = lane.private or lane.trajectory.base
-                weight = lane.spec.weight(layer)
-                buffers.write(layer, lane.index, k[0, :, rows], v[0, :, rows], weight)
+                buffers.write(layer, lane.index, k[0, :, rows], v[0, :, rows])
                 self.work.kv_entries += len(lane.token_ids)
         if self.keys_values_only:
             raise KeyValuesStored

@@ -6,7 +6,6 @@ from precache.config import EngineConfig
 from precache.engine.policies.base import SharingPolicy
 from precache.engine.policies.baselrshared import BaseLRShared
 from precache.engine.policies.baseshared import BaseShared
-from precache.engine.policies.blend import Blend
 from precache.engine.policies.cacheblend import CacheBlend, RandomTokens
 from precache.engine.policies.calibrated import Calibrated
 from precache.engine.policies.droidspeak import DroidSpeak, DroidSpeakScattered, RandomLayers
@@ -35,7 +34,6 @@ POLICIES: dict[str, type[SharingPolicy]] = {
         RandomLayers,
         RandomTokens,
         Calibrated,
-        Blend,
     )
 }
 

@@ -111,8 +111,7 @@ class PassSpec:
     ``writes_base`` False skips the key and value projections and attends to what is cached. With a ``group`` only those
     layers run, and k and v are replaced as it says. ``displaces``: for every other reader the rows count as not run.
     Strips wider than the adapters' A have further columns: ``columns`` fills them (None: with 0), and ``reader`` (None:
-    the adapter) reads the whole strip. ``weights`` (None: 1) say per layer how much of the k and v stored is the
-    pass's own; the rest is what the rows hold already.
+    the adapter) reads the whole strip.
     """
 
     adapter: Adapter | None
@@ -124,15 +123,10 @@ class PassSpec:
     displaces: bool = False
     columns: WriterColumns | None = None
     reader: StripReader | None = None
-    weights: tuple[float, ...] | None = None
 
     def writes(self, layer: int) -> bool:
         """Whether the pass stores k and v of a layer."""
         return self.writes_base and (self.group is None or layer in self.group.writes)
-
-    def weight(self, layer: int) -> float:
-        """How much of the k and v stored is the pass's own."""
-        return 1.0 if self.weights is None else self.weights[layer]
 
 
 @dataclass(frozen=True)
