@@ -191,6 +191,62 @@ def test_every_sequence_reads_its_own_adapter_and_pages() -> None:
 
 
 @needs_the_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [*range(1, 9), 61, 600])
+def test_a_window_may_start_anywhere_in_keys_by_column(window: int, dtype: torch.dtype) -> None:
+    batch = Batch(((1, 700, 1), (1, 33, 0)), page_size=32, window=window, dtype=dtype)
+    inputs = batch.inputs()
+    by_column = inputs.k.transpose(1, 3).contiguous().transpose(1, 3)
+    got = paged_lora_attention(inputs._replace(k=by_column), backend="native")
+    expected = paged_lora_attention(inputs, backend="native")
+    torch.testing.assert_close(got.out, expected.out, atol=1e-5, rtol=2e-2)
+
+
+@needs_the_kernel
+@pytest.mark.parametrize("window", [2**31, 2**32, 10**12])
+def test_a_window_beyond_32_bits_hides_nothing(window: int) -> None:
+    inputs = BATCHES["two adapters"].inputs()
+    got = paged_lora_attention(inputs._replace(window=window), backend="native")
+    assert_same(got, paged_lora_attention(inputs, backend="native"))
+
+
+@needs_the_kernel
+def test_a_window_far_behind_the_keys_sees_nothing() -> None:
+    inputs = Case(window=5, q_positions=2**32 + 10).inputs()
+    assert_same(native.attend(inputs), reference.attend(inputs))
+
+
+@needs_the_kernel
+@pytest.mark.parametrize("kv_len", [40, 1500])
+def test_a_score_of_minus_infinity_hides_its_key(kv_len: int) -> None:
+    """Also where a tile, or a piece, has no other."""
+    inputs = Case(kv_len=kv_len).inputs()
+    q, k = inputs.q.clone(), inputs.k.clone()
+    q[..., 0], k[:, : kv_len - 3, 0] = 1.0, -torch.inf
+    for poisoned in (inputs._replace(q=q, k=k), inputs._replace(q=q, k=k, q_positions=5)):
+        assert_same(native.attend(poisoned), reference.attend(poisoned))
+
+
+@needs_the_kernel
+def test_keys_far_below_the_maximum_count_for_nothing() -> None:
+    inputs = Case(kv_len=2, rank=None).inputs()
+    q, k, v = inputs.q.clone(), inputs.k.clone(), inputs.v_base.clone()
+    q.fill_(1.0)
+    k[:, 0], k[:, 1], v[:, 0], v[:, 1] = -100.0, 100.0, 1e38, 1.0
+    huge = inputs._replace(q=q, k=k, v_base=v)
+    assert_same(native.attend(huge), reference.attend(huge))
+
+
+@needs_the_kernel
+def test_a_sequence_without_a_query_is_refused() -> None:
+    """Row 1 would be taken for sequence 1's."""
+    inputs = Batch(((1, 30, 0), (1, 7, 1), (1, 12, 1))).inputs()
+    starts = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    with pytest.raises(BackendUnavailableError, match="one query a sequence"):
+        paged_lora_attention(inputs._replace(q=inputs.q[:2], query_start=starts), backend="native")
+
+
+@needs_the_kernel
 def test_paged_prefill_is_refused() -> None:
     with pytest.raises(BackendUnavailableError, match="'native'.*one query a sequence"):
         paged_lora_attention(Batch().inputs(), backend="native")
@@ -246,10 +302,7 @@ def test_a_file_that_is_no_library_is_not_used(
 @needs_the_kernel
 @pytest.mark.usefixtures("unloaded")
 def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Longer(library.DecodeCall):
-        _fields_ = [("more", ctypes.c_int64)]
-
-    monkeypatch.setattr(library, "DecodeCall", Longer)
+    monkeypatch.setattr(library, "source_id", lambda: build.source_id() + 1)
     assert "another version" in (native.obstacle(CPU, torch.float32) or "")
 
 
@@ -258,8 +311,18 @@ def test_building_replaces_an_older_library(tmp_path: Path) -> None:
     target = tmp_path / "decode.so"
     target.write_bytes(b"old")
     assert build.build(target) == target
-    assert ctypes.CDLL(str(target)).precache_decode_call_size() == ctypes.sizeof(library.DecodeCall)
+    found = ctypes.CDLL(str(target)).precache_source_id
+    found.restype = ctypes.c_uint64
+    assert found() == build.source_id()
     assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_compiler_may_come_with_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "cc -g0")
+    assert build.build(tmp_path / "decode.so").is_file()
 
 
 def test_building_without_a_compiler_says_so_and_leaves_no_library(

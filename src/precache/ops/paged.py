@@ -35,7 +35,7 @@ class PagedStrips:
 
 
 class PagedInputs(NamedTuple):
-    """One batch. q, k, v_base and z may have any strides but 1 in the last dimension.
+    """One batch. q, k, v_base and z are contiguous in the last dimension; their other strides are free.
 
     The native kernel also takes keys that lie column by column in their page: stride 1 in page_size.
     """

@@ -27,6 +27,8 @@ from precache.ops.paged import PagedInputs
 
 __all__ = ["attend", "attend_paged", "fits", "obstacle"]
 
+_INT32_MAX = 2**31 - 1
+
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this backend cannot run, or None."""
@@ -55,7 +57,7 @@ def attend(inputs: AttentionInputs) -> AttentionOutput:
     lse = inputs.q.new_empty(num_heads, 1, dtype=torch.float32)
     last = int(inputs.q_positions) - inputs.kv_start
     end = min(max(last + 1, 0), kv_len)
-    first = 0 if inputs.window is None else max(last + 1 - inputs.window, 0)
+    first = 0 if inputs.window is None else min(max(last + 1 - inputs.window, 0), end)
     bounds = (ctypes.c_int32 * 3)(first, end, 0)
     call = _call(inputs, num_heads, num_kv_heads, out, lse)
     call.first = ctypes.addressof(bounds)
@@ -76,12 +78,12 @@ def attend(inputs: AttentionInputs) -> AttentionOutput:
 def attend_paged(inputs: PagedInputs, out: Tensor) -> AttentionOutput:
     """Attention of sequences with one query each over a paged cache; fills `out`.
 
-    Raises BackendUnavailableError for more queries or other shapes than the kernel takes.
+    Raises BackendUnavailableError for more queries, or none, and for shapes that the kernel does not take.
     """
     num_seqs, num_heads, head_dim = inputs.q.shape
     page_size, num_kv_heads = inputs.k.shape[1:3]
     rank = 0 if inputs.strips is None else inputs.strips.z.shape[3]
-    if inputs.max_q_len != 1:
+    if inputs.max_q_len != 1 or inputs.kv_lens.shape[0] != num_seqs:
         raise BackendUnavailableError("native", "it decodes: one query a sequence")
     if not fits(num_heads // num_kv_heads, head_dim, rank):
         raise BackendUnavailableError(
@@ -92,7 +94,7 @@ def attend_paged(inputs: PagedInputs, out: Tensor) -> AttentionOutput:
     lse = inputs.q.new_empty(num_seqs, num_heads, dtype=torch.float32)
     call = _call(inputs, num_heads, num_kv_heads, out, lse)
     if inputs.window is not None:
-        first = (inputs.kv_lens - inputs.window).clamp_(min=0)
+        first = (inputs.kv_lens - min(inputs.window, _INT32_MAX)).clamp_(min=0)
         call.first = first.data_ptr()
     call.end = inputs.kv_lens.data_ptr()
     call.block_table = inputs.block_table.data_ptr()

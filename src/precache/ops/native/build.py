@@ -5,8 +5,10 @@ The build hook of the package runs this file before precache can be imported, so
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,12 +26,21 @@ class BuildError(Exception):
     """The kernel was not compiled; precache works without it, and decodes more slowly on a CPU."""
 
 
+def source_id() -> int:
+    """Of decode.c and how it is compiled: the library carries it, so that an older one is noticed."""
+    digest = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, THREADS)).encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
 def build(library: Path = LIBRARY) -> Path:
     """Compile ``decode.c`` into ``library`` and return it. Raises BuildError; an older library is gone then."""
-    library.unlink(missing_ok=True)
+    try:
+        library.unlink(missing_ok=True)
+    except OSError as error:
+        raise BuildError(f"{library}: {error}") from error
     if platform.system() not in ("Linux", "Darwin"):
         raise BuildError(f"system: got {platform.system()}, allowed are Linux and Darwin")
-    name = os.environ.get("CC", "cc")
+    name, *own_flags = shlex.split(os.environ.get("CC", "")) or ["cc"]  # CC may be "ccache gcc"
     compiler = shutil.which(name)
     if compiler is None:
         raise BuildError(f"no C compiler: got {name!r} (set CC)")
@@ -37,7 +48,8 @@ def build(library: Path = LIBRARY) -> Path:
     threads = () if platform.system() == "Darwin" else (THREADS,)
     # Under another name first: whoever has the old one open keeps it, and no half of one is ever loaded.
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
-    command = [compiler, *FLAGS, *threads, str(SOURCE), "-o", str(unfinished), "-lm"]
+    flags = [*own_flags, *FLAGS, *threads, f"-DSOURCE_ID=0x{source_id():x}ULL"]
+    command = [compiler, *flags, str(SOURCE), "-o", str(unfinished), "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode != 0:

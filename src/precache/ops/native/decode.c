@@ -6,6 +6,7 @@
  *
  * Plain C without Python or torch: precache.ops.native loads it with ctypes, and falls back to torch without it.
  */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -22,8 +23,11 @@
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+/* Chosen when the library is loaded, which takes glibc. GCC before 12 knows no levels; there avx2 comes without fma. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FOR_EACH_CPU
 #endif
@@ -32,7 +36,7 @@ typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 /* Strides count elements; the last dimension of every tensor is contiguous, but for keys that lie column by column
- * (k_token 1, as in vLLM's cache for CPUs; then block_size is a multiple of LANES). */
+ * (k_token 1, as in vLLM's cache for CPUs; then block_size is a multiple of LANES, and whole vectors are read). */
 struct decode_call {
     const void *q;              /* [num_seqs, num_heads, head_dim] */
     const void *k, *v;          /* [blocks, num_kv_heads, block_size, head_dim] */
@@ -139,12 +143,12 @@ INLINE const float *read_rows(const void *from, int64_t at, int64_t distance, in
     return buffer;
 }
 
-/* e^x for x <= 0, to 2e-7: 2^n times a polynomial. */
+/* e^x for x <= 0, to 2e-7: 2^n times a polynomial; 0 where that would be no normal number. */
 INLINE float exp_negative(float x)
 {
-    x = x < -87.0f ? -87.0f : x;
-    float n = rintf(x * 1.44269504f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float bounded = x < -87.0f ? -87.0f : x;
+    float n = rintf(bounded * 1.44269504f);
+    float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -152,7 +156,7 @@ INLINE float exp_negative(float x)
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return p * float_of((uint32_t)((int32_t)n + 127) << 23);
+    return x < -87.0f ? 0.0f : p * float_of((uint32_t)((int32_t)n + 127) << 23);
 }
 
 INLINE float sum_lanes(vec x)
@@ -264,27 +268,31 @@ static void attend_piece(const struct decode_call *call, const struct piece *pie
         int64_t at = piece->seq * call->q_seq + (piece->kv_head * group + g) * call->q_head;
         for (int64_t d = 0; d < width; d++)
             q[g * width + d] = read_one(call->q, at + d, call->dtype);
-        sums[g] = (struct sums){-INFINITY, 0.0f};
+        sums[g] = (struct sums){-FLT_MAX, 0.0f}; /* not -INFINITY, from which a score of -INFINITY has no distance */
     }
     memset(into, 0, (size_t)(group * each) * sizeof *into);
     for (int64_t key = piece->start; key < piece->end;) {
         const int64_t block = key / call->block_size, offset = key % call->block_size;
         const int64_t page = table ? table[block] : block;
+        /* Of columns whole vectors are read, and a window may start within one. */
+        const int64_t skipped = by_column ? offset % LANES : 0;
         int64_t count = piece->end - key;
-        count = count < TILE ? count : TILE;
+        count = count < TILE - skipped ? count : TILE - skipped;
         count = count < call->block_size - offset ? count : call->block_size - offset;
         int64_t distance;
         const float *rows;
-        const int64_t keys_at = page * call->k_block + piece->kv_head * call->k_head + offset * call->k_token;
+        const int64_t keys_at =
+            page * call->k_block + piece->kv_head * call->k_head + (offset - skipped) * call->k_token;
         if (by_column)
-            rows = read_rows(call->k, keys_at, call->k_dim, width, (count + LANES - 1) / LANES * LANES, call->dtype,
-                             buffer, &distance);
+            rows = read_rows(call->k, keys_at, call->k_dim, width, (skipped + count + LANES - 1) / LANES * LANES,
+                             call->dtype, buffer, &distance);
         else
             rows = read_rows(call->k, keys_at, call->k_token, count, width, call->dtype, buffer, &distance);
         for (int64_t g = 0; g < group; g++) {
-            if (by_column)
-                score_columns(probs[g], q + g * width, rows, distance, count, width);
-            else
+            if (by_column) {
+                score_columns(probs[g], q + g * width, rows, distance, skipped + count, width);
+                memmove(probs[g], probs[g] + skipped, (size_t)count * sizeof probs[g][0]);
+            } else
                 score_tile(probs[g], q + g * width, rows, distance, count, width);
             keep[g] = normalise_tile(probs[g], count, &sums[g], call->scale, call->softcap);
         }
@@ -309,7 +317,7 @@ static void finish_head(const struct decode_call *call, int64_t seq, int64_t hea
 {
     const int64_t width = call->head_dim, group = call->num_heads / call->num_kv_heads;
     const int64_t slot = call->rank ? call->slots[seq] : -1;
-    float merged[MAX_HEAD_DIM + MAX_RANK], maximum = -INFINITY, total = 0.0f;
+    float merged[MAX_HEAD_DIM + MAX_RANK], maximum = -FLT_MAX, total = 0.0f;
 
     for (int64_t i = 0; i < num_pieces; i++)
         maximum = sums[i * group].maximum > maximum ? sums[i * group].maximum : maximum;
@@ -333,8 +341,11 @@ static void finish_head(const struct decode_call *call, int64_t seq, int64_t hea
         call->lse[seq * call->num_heads + head] = maximum + logf(total);
 }
 
-/* By which the caller notices that it was written for another version. */
-size_t precache_decode_call_size(void) { return sizeof(struct decode_call); }
+/* Of this file, as the compiler was told: by which the caller notices a library of an older one. */
+#ifndef SOURCE_ID
+#define SOURCE_ID 0
+#endif
+uint64_t precache_source_id(void) { return SOURCE_ID; }
 
 /* Returns 0; 1 for shapes beyond the limits above, 2 without memory. Writes out and lse only if it returns 0. */
 int precache_decode(const struct decode_call *call)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from precache.ops.native.build import LIBRARY
+from precache.ops.native.build import LIBRARY, source_id
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_GROUP, MAX_HEAD_DIM, MAX_RANK, LANES = 16, 256, 256, 8  # as in decode.c
@@ -41,10 +41,11 @@ def load() -> tuple[Any, str | None]:
         return None, "it was not compiled: python -m precache.ops.native does it, with cc"
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        size, decode = library.precache_decode_call_size, library.precache_decode
+        built_from, decode = library.precache_source_id, library.precache_decode
     except (OSError, AttributeError) as error:
         return None, f"{LIBRARY} cannot be loaded ({error}): python -m precache.ops.native"
-    if size() != ctypes.sizeof(DecodeCall):
+    built_from.restype = ctypes.c_uint64
+    if built_from() != source_id():
         return None, f"{LIBRARY} is of another version: python -m precache.ops.native"
     decode.argtypes, decode.restype = [ctypes.POINTER(DecodeCall)], ctypes.c_int
     return decode, None

@@ -148,7 +148,7 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
             whole = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, self.head_size)
             strips = super().strips_in(kv_cache)
             keys, values = whole.chunk(2, dim=2)
-            columns = keys.flatten(2).view(num_blocks, num_kv_heads, self.head_size, block_size)
+            columns = keys.view(num_blocks, num_kv_heads, self.head_size, block_size)
             self._pages = _Pages(kv_cache, whole, keys, columns, values, strips)
         return self._pages
 
