@@ -33,11 +33,7 @@ def source_id() -> int:
 
 
 def build(library: Path = LIBRARY) -> Path:
-    """Compile ``decode.c`` into ``library`` and return it. Raises BuildError; an older library is gone then."""
-    try:
-        library.unlink(missing_ok=True)
-    except OSError as error:
-        raise BuildError(f"{library}: {error}") from error
+    """Compile ``decode.c`` into ``library`` and return it. Raises BuildError; an older library then stays as it is."""
     if platform.system() not in ("Linux", "Darwin"):
         raise BuildError(f"system: got {platform.system()}, allowed are Linux and Darwin")
     name, *own_flags = shlex.split(os.environ.get("CC", "")) or ["cc"]  # CC may be "ccache gcc"

@@ -28,6 +28,8 @@ typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #elif defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+#elif defined(__x86_64__)
+#error "on x86 this takes GCC and glibc, for code of several kinds of processor: that of the oldest is slower than torch"
 #else
 #define FOR_EACH_CPU
 #endif
