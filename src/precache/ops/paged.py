@@ -91,7 +91,7 @@ def check_paged(inputs: PagedInputs, keys_by_column: bool = False) -> None:
             "num_heads", q.shape[1], f"a multiple of num_kv_heads={k.shape[2]}"
         )
     by_column = keys_by_column and k.stride(3) != 1
-    _check_tensor("k", k, k.shape, q, dense=1 if by_column else 3)
+    _check_tensor("k", k, k.shape, q, dense=1 if by_column else -1)
     _check_tensor("v_base", inputs.v_base, k.shape, q)
     num_seqs = inputs.kv_lens.shape[0]
     _check_index("kv_lens", inputs.kv_lens, (num_seqs,), q)
