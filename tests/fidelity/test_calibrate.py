@@ -170,6 +170,21 @@ def test_settings_that_cannot_be_are_refused(rank: int, ridge: float) -> None:
         CalibrationConfig(rank, ridge)
 
 
+def test_layers_before_the_first_are_left_alone(
+    setup: Setup, texts: list[Recording], fitted: Mapping[int, Calibration]
+) -> None:
+    with setup.engine() as engine:
+        late = calibrate(engine, texts, CalibrationConfig(4, ridge=1e-9, first_layer=LAYER))
+        with pytest.raises(ConfigError, match="--first-layer: got 4, allowed is at most 3"):
+            calibrate(engine, texts, CalibrationConfig(4, first_layer=4))
+    assert {layer for layer, _ in late.corrections} == {2, 3}
+    assert {layer for layer, _ in fitted[4].corrections} == {1, 2, 3}
+    same, earlier = late.corrections[LAYER, READER], fitted[4].corrections[LAYER, READER]
+    assert torch.equal(same.q_v, earlier.q_v)
+    with pytest.raises(ConfigError, match="--first-layer: got 0"):
+        CalibrationConfig(first_layer=0)
+
+
 def test_a_rank_above_the_width_is_refused(setup: Setup, texts: list[Recording]) -> None:
     with setup.engine() as engine, pytest.raises(ConfigError, match="at most 64"):
         calibrate(engine, texts, CalibrationConfig(65))

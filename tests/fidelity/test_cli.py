@@ -180,6 +180,7 @@ def test_a_split_by_question(
         (["--policies", "baselrshared"], "policy 'baselrshared' is not allowed"),
         (["--limit", "0"], "--limit: got 0"),
         (["--rank", "4"], "--rank: got '4', allowed is given with --calibrate"),
+        (["--first-layer", "2"], "--first-layer: got '2', allowed is given with --calibrate"),
         (["--stride", "2"], "--stride: got '2', allowed is given with --profile"),
         (["--rank", "0"], "--rank: got '0', allowed is given with --calibrate"),
         (["--out", "x"], "--out: got 'x', allowed is given with --profile or --calibrate"),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from precache.fidelity.recordings import Progress, Recording
 
 _OF_PROFILE = ("stride",)
-_OF_CALIBRATE = ("rank", "ridge")
+_OF_CALIBRATE = ("rank", "ridge", "first_layer")
 _OF_COMPARING = ("policies", "html", "layers")
 
 
@@ -30,6 +30,12 @@ def add_fitting_options(parser: argparse.ArgumentParser) -> None:
     add("--calibrate", action="store_true", help="fit the corrections of the policy calibrated")
     add("--rank", type=int, help="of --calibrate: numbers a token, layer and reader (default: 16)")
     add("--ridge", type=float, help="of --calibrate, relative to X (default: 0.01)")
+    add(
+        "--first-layer",
+        type=int,
+        metavar="N",
+        help="of --calibrate: correct from layer N on (default: 1)",
+    )
     add("--out", type=Path, metavar="FILE", help="what --profile or --calibrate writes")
 
 
@@ -68,7 +74,7 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], allowed: str) -> Non
     for name in names:
         value = getattr(args, name)
         if value is not None and value is not False:  # 0 is a value too
-            raise ConfigError(f"--{name}", str(value), allowed)
+            raise ConfigError("--" + name.replace("_", "-"), str(value), allowed)
 
 
 def fit(
@@ -103,6 +109,7 @@ def _calibrate(
     return {
         "rank": found.rank,
         "ridge": config.ridge,
+        "first_layer": config.first_layer,
         "tokens": found.tokens,
         "explained": explained,
     }

@@ -40,14 +40,19 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationConfig:
-    """``ridge`` is relative to the mean square of X's columns."""
+    """``ridge`` is relative to the mean square of X's columns. Layers before ``first_layer`` are not corrected; layer 0
+    needs it never, because its X is the embedding, the same for all."""
 
     rank: int = 16
     ridge: float = 0.01
+    first_layer: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigError("--rank", self.rank, "an integer of at least 1")
+        first = self.first_layer
+        if isinstance(first, bool) or not isinstance(first, int) or first < 1:
+            raise ConfigError("--first-layer", first, "an integer of at least 1")
         if not self.ridge > 0:
             raise ConfigError("--ridge", self.ridge, "more than 0")
 
@@ -105,12 +110,15 @@ def calibrate(
 ) -> Calibration:
     """Fit corrections for every adapter as a reader and every other agent, ``base`` included, as a writer.
 
-    Raises FidelityError for recordings that cannot be run, ConfigError for a rank above what k and v have.
+    Raises FidelityError for recordings that cannot be run, ConfigError for a rank above what k and v have and a first
+    layer that the model lacks.
     """
     check_recordings(recordings, engine.agents(), engine.context_window)
     shape = engine.model.shape
     if config.rank > 2 * shape.out_features["v_proj"]:
         raise ConfigError("--rank", config.rank, f"at most {2 * shape.out_features['v_proj']}")
+    if config.first_layer >= shape.num_layers:
+        raise ConfigError("--first-layer", config.first_layer, f"at most {shape.num_layers - 1}")
     moments = [_Moments() for _ in range(shape.num_layers)]
     tokens = 0
     with engine.with_policy(SPLIT) as split:
@@ -127,7 +135,7 @@ def calibrate(
         (layer, reader): found.fit(reader, config)
         for layer, found in enumerate(moments)
         for reader in engine.bank.names
-        if layer > 0  # the first layer's X is the embedding, the same for all
+        if layer >= config.first_layer
     }
     return Calibration(corrections, config.rank, tokens)
 
