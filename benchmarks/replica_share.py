@@ -19,10 +19,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-FIRST_ID, VOCAB = (
-    10,
-    120,
-)  # ids that every model has, above the special tokens of the tests' tiny one
+# Ids that every model has, above the special tokens of the tests' tiny one.
+FIRST_ID, VOCAB = 10, 120
 
 
 def new_prompt(kind: str, count: int, seed: str) -> Any:

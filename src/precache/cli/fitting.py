@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precache.cli.values import given, names
+from precache.cli.values import flag, given, names
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], allowed: str) -> Non
     for name in names:
         value = getattr(args, name)
         if value is not None and value is not False:  # 0 is a value too
-            raise ConfigError("--" + name.replace("_", "-"), str(value), allowed)
+            raise ConfigError(flag(name), str(value), allowed)
 
 
 def fit(

@@ -11,7 +11,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precache.cli.values import given
+from precache.cli.values import flag, given
 from precache.config import EngineConfig
 from precache.errors import ConfigError
 
@@ -134,9 +134,8 @@ def refuse_unread(args: argparse.Namespace, policies: Sequence[str]) -> None:
     for name, value in settings.items():
         readers = [policy for policy, method in POLICIES.items() if name in method.settings]
         if not set(readers) & set(policies):
-            option = "--" + name.replace("_", "-")
             allowed = f"only with a policy that reads it: {', '.join(readers)}"
-            raise ConfigError(option, value, allowed)
+            raise ConfigError(flag(name), value, allowed)
 
 
 def engine_from_args(args: argparse.Namespace, **settings: Any) -> Engine:

@@ -10,6 +10,7 @@ from typing import Any
 
 from precache.access import API_KEY_VARIABLE, check_key, is_loopback
 from precache.cli.options import POLICY_SETTINGS, adapters_from_args, base_name
+from precache.cli.values import flag
 from precache.errors import ConfigError
 
 # Options of the embedded server, and what to use in their place.
@@ -58,8 +59,7 @@ def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str
     for name, instead in _NOT_HERE.items():
         value = getattr(args, name)
         if value is not None and value is not False:  # 0 is a value too
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(option, value, f"with --engine vllm: {instead}")
+            raise ConfigError(flag(name), value, f"with --engine vllm: {instead}")
     if args.schedule not in (None, "double-batch"):
         raise ConfigError("--schedule", args.schedule, "double-batch with --engine vllm")
     _check_passed_on(args.passed_on)
@@ -88,7 +88,7 @@ def command_from_args(args: argparse.Namespace, api_keys: list[str]) -> list[str
 def _check_passed_on(passed_on: list[str]) -> None:
     """Refuse what is checked before the dashes, abbreviated or not (vLLM takes --hos and --api_key too)."""
     for given in passed_on:
-        flag = given.split("=")[0].replace("_", "-")
+        typed = given.split("=")[0].replace("_", "-")
         for option in ("--host", "--api-key"):
-            if len(flag) > len("--h") and option.startswith(flag):
+            if len(typed) > len("--h") and option.startswith(typed):
                 raise ConfigError(option, "after --", "before --, where the two are checked")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from precache.cli.values import flag
 from precache.tasks import ROLES, TASKS
 from precache.training.errors import MissingPackageError
 from precache.training.recipe import DEVICES, DTYPES, TARGETS, Recipe, TrainConfig
@@ -142,6 +143,7 @@ def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
     defaults = Recipe()
     group = parser.add_argument_group("recipe")
     for name, (kind, text) in _RECIPE_OPTIONS.items():
-        flag = "--" + name.replace("_", "-")
         default = getattr(defaults, name)
-        group.add_argument(flag, type=kind, default=default, help=f"{text} (default {default})")
+        group.add_argument(
+            flag(name), type=kind, default=default, help=f"{text} (default {default})"
+        )

@@ -1,4 +1,4 @@
-"""Values of options: comma-separated ones, and those that were given at all."""
+"""Options by name, and their values: comma-separated ones, and those that were given at all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def given(args: argparse.Namespace, options: Iterable[str]) -> dict[str, Any]:
     """Those of ``options`` that have a value; those left out, or unknown to the command, are not in it."""
     found = {name: getattr(args, name, None) for name in options}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def flag(name: str) -> str:
+    """The option whose value is under ``name``: ``--first-layer`` for ``first_layer``."""
+    return "--" + name.replace("_", "-")
 
 
 def split_names(text: str) -> list[str]:

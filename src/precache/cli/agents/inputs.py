@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precache.cli.options import POLICY_SETTINGS, engine_settings
-from precache.cli.values import split_names
+from precache.cli.values import flag, split_names
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,11 +58,6 @@ def _check_forced(args: argparse.Namespace) -> None:
     if (args.recorded is None) == (args.data is None):
         got = None if args.recorded is None else f"{args.recorded} and --data {args.data}"
         raise ConfigError("--recorded", got, "either --recorded or --data in forced mode")
-
-
-def flag(name: str) -> str:
-    """Return the option of an attribute."""
-    return "--" + name.replace("_", "-")
 
 
 def questions(args: argparse.Namespace) -> list[Question]:

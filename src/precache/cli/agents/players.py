@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from precache.cli.agents.inputs import DEFAULT_MODEL, flag
+from precache.cli.agents.inputs import DEFAULT_MODEL
 from precache.cli.options import (
     DEMO_ROLES,
     POLICY_SETTINGS,
@@ -18,7 +18,7 @@ from precache.cli.options import (
     quiet_in_pipes,
     refuse_unread,
 )
-from precache.cli.values import split_names
+from precache.cli.values import flag, split_names
 from precache.errors import ConfigError
 
 if TYPE_CHECKING:
