@@ -75,11 +75,47 @@ def test_window_softcap_and_start_match_the_definition(
     assert_same(native.attend(case.inputs()), reference.attend(case.inputs()))
 
 
+# Around the ends of a tile (32 keys) and of a piece (512), and where the last keys are not a group of four.
 @needs_the_kernel
+@pytest.mark.parametrize("kv_len", [1, 31, 32, 34, 511, 512, 513, 1500])
+@pytest.mark.parametrize("rank", [None, 8])
+@pytest.mark.parametrize("key_rank", [1, 4, 24, 64])
+def test_low_rank_keys_match_the_definition(kv_len: int, rank: int | None, key_rank: int) -> None:
+    inputs = Case(kv_len=kv_len, rank=rank, key_rank=key_rank).inputs()
+    assert_same(native.attend(inputs), reference.attend(inputs))
+    if kv_len > 1:  # a single key has all the weight whatever its score
+        assert_different(native.attend(inputs), native.attend(inputs._replace(k_lora=None)))
+
+
+@needs_the_kernel
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (2, 16), (8, 4)])
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 256])
+@pytest.mark.parametrize("window", [None, 40])
+def test_every_shape_with_low_rank_keys_matches_the_definition(
+    heads: int, group: int, head_dim: int, window: int | None
+) -> None:
+    case = Case(
+        kv_len=600,
+        num_kv_heads=heads,
+        group=group,
+        head_dim=head_dim,
+        key_rank=4,
+        window=window,
+        kv_start=100,
+        softcap=3.0,
+    )
+    assert_same(native.attend(case.inputs()), reference.attend(case.inputs()))
+
+
+@needs_the_kernel
+@pytest.mark.parametrize("key_rank", [None, 4])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("head_dim", [16, 128])
-def test_half_precision_is_rounded_once(dtype: torch.dtype, head_dim: int) -> None:
-    inputs = Case(kv_len=700, rank=8, head_dim=head_dim, dtype=dtype).inputs()
+def test_half_precision_is_rounded_once(
+    dtype: torch.dtype, head_dim: int, key_rank: int | None
+) -> None:
+    case = Case(kv_len=700, rank=8, key_rank=key_rank, head_dim=head_dim, dtype=dtype)
+    inputs = case.inputs()
     exact, got = reference.attend(in_float32(inputs)), native.attend(inputs)
     assert got.out.dtype == dtype
     ulp = torch.finfo(dtype).eps * exact.out.abs()
@@ -123,12 +159,13 @@ def test_keys_that_the_query_does_not_see_are_not_read() -> None:
     "case",
     [
         Case(q_len=7, kv_len=60),
-        Case(key_rank=4),
+        Case(key_rank=65, kv_len=80),
+        Case(key_rank=4, head_dim=24),
         Case(head_dim=12),
         Case(group=17),
         Case(rank=257, kv_len=50),
     ],
-    ids=["queries", "low-rank keys", "odd heads", "wide group", "rank"],
+    ids=["queries", "key rank", "odd halves", "odd heads", "wide group", "rank"],
 )
 def test_what_the_kernel_does_not_take_is_the_blocked_backends(
     case: Case, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from precache.ops.native.library import (
     LANES,
     MAX_GROUP,
     MAX_HEAD_DIM,
+    MAX_KEY_RANK,
     MAX_RANK,
     DecodeCall,
     load,
@@ -39,19 +40,20 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return load()[1]
 
 
-def fits(group: int, head_dim: int, rank: int) -> bool:
+def fits(group: int, head_dim: int, rank: int, key_rank: int = 0) -> bool:
     """Whether the kernel takes these shapes; `group` is the number of query heads of a KV head."""
     small = group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM and rank <= MAX_RANK
-    return small and head_dim % LANES == 0
+    step = 2 * LANES if key_rank else LANES  # the halves of a low-rank key are rotated
+    return small and key_rank <= MAX_KEY_RANK and head_dim % step == 0
 
 
 def attend(inputs: AttentionInputs) -> AttentionOutput:
-    """Attention of one sequence; more than one query, and low-rank keys, are the blocked backend's."""
+    """Attention of one sequence; more than one query is the blocked backend's."""
     num_heads, q_len, head_dim = inputs.q.shape
     num_kv_heads, kv_len, _ = inputs.k.shape
     rank = 0 if inputs.v_lora is None else inputs.v_lora.z.shape[1]
-    decodes = q_len == 1 and inputs.k_lora is None
-    if not (decodes and fits(num_heads // num_kv_heads, head_dim, rank)):
+    key_rank = 0 if inputs.k_lora is None else inputs.k_lora.z.shape[1]
+    if q_len != 1 or not fits(num_heads // num_kv_heads, head_dim, rank, key_rank):
         return cpu.attend(inputs)
     out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
     lse = inputs.q.new_empty(num_heads, 1, dtype=torch.float32)
@@ -71,6 +73,13 @@ def attend(inputs: AttentionInputs) -> AttentionOutput:
         call.b = inputs.v_lora.b.data_ptr()
         call.rank, call.z_token = rank, inputs.v_lora.z.stride(0)
         call.b_head, call.b_rank = inputs.v_lora.b.stride()[:2]
+    if inputs.k_lora is not None:
+        strip = inputs.k_lora
+        call.key_z, call.key_b = strip.z.data_ptr(), strip.b.data_ptr()
+        call.cos, call.sin = strip.cos.data_ptr(), strip.sin.data_ptr()
+        call.key_rank, call.key_z_token = key_rank, strip.z.stride(0)
+        call.key_b_head, call.key_b_rank = strip.b.stride()[:2]
+        call.cos_token, call.sin_token = strip.cos.stride(0), strip.sin.stride(0)
     run(call)
     return AttentionOutput(out, lse)
 

@@ -1,4 +1,5 @@
-/* One query per sequence over cached keys: softmax(q k^T) v_base + (softmax(q k^T) z) b, in one pass over k, v and z.
+/* One query per sequence over cached keys: softmax(q k^T) v_base + (softmax(q k^T) z) b, in one pass over k, v and z;
+ * k may have a low-rank part of its own, which is expanded and rotated a tile at a time.
  *
  * Every row of k, v and z is read once for all query heads of its KV head, widened in registers if it is stored in 16
  * bits, and the two sums, head_dim and rank wide, are kept beside each other; b is applied to the second one at the
@@ -20,6 +21,7 @@
 #define MAX_GROUP 16
 #define MAX_HEAD_DIM 256
 #define MAX_RANK 256
+#define MAX_KEY_RANK 64
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 
@@ -50,11 +52,16 @@ struct decode_call {
     const int32_t *first;       /* [num_seqs], the first key that is seen; NULL: 0 */
     const int32_t *end;         /* [num_seqs], one behind the last, at most max_blocks * block_size */
     const int32_t *slots;       /* [num_seqs], whose z and b; negative: no low-rank part */
-    int64_t num_seqs, num_heads, num_kv_heads, head_dim, rank;
+    /* What k lacks: rotate(key_z key_b), for one block without a table and head_dim a multiple of 2 LANES. */
+    const void *key_z;    /* [block_size, key_rank]; all four unused with key_rank 0 */
+    const void *key_b;    /* [num_kv_heads, key_rank, head_dim] */
+    const void *cos, *sin; /* [block_size, head_dim] */
+    int64_t num_seqs, num_heads, num_kv_heads, head_dim, rank, key_rank;
     int64_t block_size, max_blocks;
     int64_t q_seq, q_head, out_seq, out_head;
     int64_t k_block, k_head, k_token, k_dim, v_block, v_head, v_token;
     int64_t z_block, z_token, z_slot, b_slot, b_head, b_rank;
+    int64_t key_z_token, key_b_head, key_b_rank, cos_token, sin_token;
     float scale, softcap; /* softcap 0: none */
     int32_t dtype, threads;
 };
@@ -236,6 +243,56 @@ INLINE void weigh_tile(float *sums, float keep, const float *probs, const float 
     }
 }
 
+/* rows[t] = keys[t] + rotate(z[t] b) for `keys` tokens, with rotate(x) = x cos + rotate_half(x) sin. The vectors of b are
+ * read once for all of them. */
+INLINE void rotate_rows(float *rows, const float *k, int64_t k_distance, const float *z, int64_t z_distance,
+                        const float *b, int64_t rank, const float *cos, int64_t cos_distance, const float *sin,
+                        int64_t sin_distance, int64_t width, int keys)
+{
+    const int64_t half = width / 2;
+    for (int64_t d = 0; d < half; d += LANES) {
+        vec low[KEYS], high[KEYS];
+        for (int t = 0; t < keys; t++)
+            low[t] = high[t] = (vec){0};
+        for (int64_t r = 0; r < rank; r++) {
+            const vec b_low = *(const vec *)(b + r * width + d), b_high = *(const vec *)(b + r * width + half + d);
+            for (int t = 0; t < keys; t++) {
+                low[t] += z[t * z_distance + r] * b_low;
+                high[t] += z[t * z_distance + r] * b_high;
+            }
+        }
+        for (int t = 0; t < keys; t++) {
+            const float *key = k + t * k_distance + d, *c = cos + t * cos_distance + d, *s = sin + t * sin_distance + d;
+            float *row = rows + t * width + d;
+            *(vec *)row = *(const vec *)key + low[t] * *(const vec *)c - high[t] * *(const vec *)s;
+            *(vec *)(row + half) =
+                *(const vec *)(key + half) + high[t] * *(const vec *)(c + half) + low[t] * *(const vec *)(s + half);
+        }
+    }
+}
+
+/* The keys of a tile with their low-rank part, from the token `key` on; `b` is that of the KV head, packed. */
+INLINE const float *expand_keys(const struct decode_call *call, const float *k, int64_t k_distance, const float *b,
+                                int64_t key, int64_t count, float *rows)
+{
+    const int64_t width = call->head_dim, rank = call->key_rank;
+    float z_rows[TILE * MAX_KEY_RANK], cos_rows[TILE * MAX_HEAD_DIM], sin_rows[TILE * MAX_HEAD_DIM];
+    int64_t z_distance, cos_distance, sin_distance, t = 0;
+    const float *z =
+        read_rows(call->key_z, key * call->key_z_token, call->key_z_token, count, rank, call->dtype, z_rows, &z_distance);
+    const float *cos =
+        read_rows(call->cos, key * call->cos_token, call->cos_token, count, width, call->dtype, cos_rows, &cos_distance);
+    const float *sin =
+        read_rows(call->sin, key * call->sin_token, call->sin_token, count, width, call->dtype, sin_rows, &sin_distance);
+    for (; t + KEYS <= count; t += KEYS)
+        rotate_rows(rows + t * width, k + t * k_distance, k_distance, z + t * z_distance, z_distance, b, rank,
+                    cos + t * cos_distance, cos_distance, sin + t * sin_distance, sin_distance, width, KEYS);
+    for (; t < count; t++)
+        rotate_rows(rows + t * width, k + t * k_distance, k_distance, z + t * z_distance, z_distance, b, rank,
+                    cos + t * cos_distance, cos_distance, sin + t * sin_distance, sin_distance, width, 1);
+    return rows;
+}
+
 /* Scores to probabilities relative to the maximum so far; returns what earlier sums have to be multiplied by. */
 INLINE float normalise_tile(float *scores, int64_t count, struct sums *sums, float scale, float softcap)
 {
@@ -265,7 +322,12 @@ static void attend_piece(const struct decode_call *call, const struct piece *pie
     const int32_t *table = call->block_table ? call->block_table + piece->seq * call->max_blocks : NULL;
     const int by_column = call->k_dim != 1;
     float q[MAX_GROUP * MAX_HEAD_DIM], buffer[TILE * MAX_HEAD_DIM], probs[MAX_GROUP][TILE], keep[MAX_GROUP];
+    float expanded[TILE * MAX_HEAD_DIM], key_b[MAX_KEY_RANK * MAX_HEAD_DIM];
 
+    for (int64_t r = 0; r < call->key_rank; r++)
+        for (int64_t d = 0; d < width; d++)
+            key_b[r * width + d] =
+                read_one(call->key_b, piece->kv_head * call->key_b_head + r * call->key_b_rank + d, call->dtype);
     for (int64_t g = 0; g < group; g++) {
         int64_t at = piece->seq * call->q_seq + (piece->kv_head * group + g) * call->q_head;
         for (int64_t d = 0; d < width; d++)
@@ -290,6 +352,10 @@ static void attend_piece(const struct decode_call *call, const struct piece *pie
                              call->dtype, buffer, &distance);
         else
             rows = read_rows(call->k, keys_at, call->k_token, count, width, call->dtype, buffer, &distance);
+        if (call->key_rank) {
+            rows = expand_keys(call, rows, distance, key_b, key, count, expanded);
+            distance = width;
+        }
         for (int64_t g = 0; g < group; g++) {
             if (by_column) {
                 score_columns(probs[g], q + g * width, rows, distance, skipped + count, width);
@@ -354,6 +420,9 @@ int precache_decode(const struct decode_call *call)
 {
     const int64_t group = call->num_heads / call->num_kv_heads, each = call->head_dim + call->rank;
     if (group > MAX_GROUP || call->head_dim > MAX_HEAD_DIM || call->head_dim % LANES || call->rank > MAX_RANK)
+        return 1;
+    const int by_row = call->k_dim == 1 && !call->block_table;
+    if (call->key_rank && (call->key_rank > MAX_KEY_RANK || call->head_dim % (2 * LANES) || !by_row))
         return 1;
     int64_t num_pieces = 0, keys = 0;
     for (int64_t s = 0; s < call->num_seqs; s++) {

@@ -11,13 +11,14 @@ import torch
 from precache.ops.native.build import LIBRARY, source_id
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MAX_GROUP, MAX_HEAD_DIM, MAX_RANK, LANES = 16, 256, 256, 8  # as in decode.c
+MAX_GROUP, MAX_HEAD_DIM, MAX_RANK, MAX_KEY_RANK, LANES = 16, 256, 256, 64, 8  # as in decode.c
 
-_POINTERS = "q k v z b out lse block_table first end slots"
-_SIZES = "num_seqs num_heads num_kv_heads head_dim rank block_size max_blocks"
+_POINTERS = "q k v z b out lse block_table first end slots key_z key_b cos sin"
+_SIZES = "num_seqs num_heads num_kv_heads head_dim rank key_rank block_size max_blocks"
 _STRIDES = (
     "q_seq q_head out_seq out_head k_block k_head k_token k_dim v_block v_head v_token "
-    "z_block z_token z_slot b_slot b_head b_rank"
+    "z_block z_token z_slot b_slot b_head b_rank "
+    "key_z_token key_b_head key_b_rank cos_token sin_token"
 )
 
 
