@@ -48,11 +48,7 @@ class Step:
         with set_current_vllm_config(config):
             self.layer = StripAttentionImpl(HEADS, HEAD_DIM, 0.125, KV_HEADS, None, None, "auto")
         value_b = random(SLOTS, KV_HEADS, RANK, HEAD_DIM) / math.sqrt(RANK)
-        self.layer.use_strips_of(
-            SimpleNamespace(
-                num_slots=SLOTS, lora_rank=RANK, value_b=value_b, stacked_value_b=value_b
-            )
-        )
+        self.layer.use_strips_of(SimpleNamespace(num_slots=SLOTS, lora_rank=RANK, value_b=value_b))
         self.pages = self.layer._pages_of(kv_cache)
         self.query = random(len(REQUESTS), HEADS, HEAD_DIM) * 2
         self.expected = torch.empty(len(REQUESTS), HEADS, HEAD_DIM)

@@ -42,7 +42,7 @@ def test_the_implementation_stores_strips_moves_them_and_attends() -> None:
             lora_rank=RANK,
             new_strips=new,
             row_slots=step.row_slots,
-            stacked_value_b=step.value_b,
+            value_b=step.value_b,
         )
     )
     strips = strip_view(step.kv_cache, WIDTH)

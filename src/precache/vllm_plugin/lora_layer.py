@@ -36,9 +36,8 @@ class StripProjection(MergedQKVParallelLinearWithLoRA):
         self.lora_rank: int = lora_config.max_lora_rank
         # The same storage as the stacked A, which set_lora and reset_lora write to.
         self.value_a = self.lora_a_stacked[_V].view(max_loras * self.lora_rank, self.input_size)
-        # Scaled B of the values, [slots, num_kv_heads, rank, head_dim], a view of the stacked B.
-        by_head = self.lora_b_stacked[_V][:, 0].unflatten(1, (-1, self.base_layer.head_size))
-        self.value_b: Tensor = by_head.transpose(2, 3)
+        # Scaled B of the values, [slots, num_kv_heads, rank, head_dim], packed as a kernel wants it.
+        self.value_b: Tensor = self._value_b().contiguous()
         # Of the running step, [num_rows, slots * rank]; the attention stores it.
         self.new_strips: Tensor | None = None
         attention_below(self.base_layer.prefix).impl.use_strips_of(self)
@@ -49,17 +48,22 @@ class StripProjection(MergedQKVParallelLinearWithLoRA):
                 "strips", "an adapter has LoRA on k_proj, and keys are shared as they are"
             )
         super().set_lora(index, lora_a, lora_b)
+        self.value_b[index] = self._value_b()[index]
+
+    def reset_lora(self, index: int) -> None:
+        super().reset_lora(index)
+        self.value_b[index] = 0
+
+    def _value_b(self) -> Tensor:
+        """The values' part of the stacked B, by head."""
+        by_head = self.lora_b_stacked[_V][:, 0].unflatten(1, (-1, self.base_layer.head_size))
+        return by_head.transpose(2, 3)
 
     @property
     def row_slots(self) -> Tensor:
         """The slot of every row of the batch, -1 without an adapter: int64 [num_rows]."""
         slots: Tensor = self.punica_wrapper.token_lora_indices
         return slots
-
-    @property
-    def stacked_value_b(self) -> Tensor:
-        """`value_b` packed, as a kernel wants it."""
-        return self.value_b.contiguous()
 
     def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
         rows, flat = x.flatten(0, -2), output.flatten(0, -2)

@@ -8,6 +8,7 @@ For longer queries the pages in use are copied with `z B` added to their values,
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -65,10 +66,14 @@ class _Pages(NamedTuple):
 
     kv_cache: Tensor  # as vLLM hands it over
     whole: Tensor  # [num_blocks, num_kv_heads, 2 * block_size, head_dim]
-    keys: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim], as the operator takes them
-    key_columns: Tensor  # [num_blocks, num_kv_heads, head_dim, block_size], as they lie
-    values: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
+    # As the operator takes them, [num_blocks, num_kv_heads, block_size, head_dim]. Its keys lie column by column.
+    keys: Tensor
+    values: Tensor
     strips: Tensor  # [num_blocks, block_size, width]
+    # As our kernel takes them, [num_blocks, block_size, num_kv_heads, head_dim] and, for the strips, slots and rank.
+    kernel_keys: Tensor
+    kernel_values: Tensor
+    kernel_strips: Tensor
 
 
 class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
@@ -149,7 +154,17 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
             strips = super().strips_in(kv_cache)
             keys, values = whole.chunk(2, dim=2)
             columns = keys.view(num_blocks, num_kv_heads, self.head_size, block_size)
-            self._pages = _Pages(kv_cache, whole, keys, columns, values, strips)
+            by_slot = (self.projection.num_slots, self.projection.lora_rank)
+            self._pages = _Pages(
+                kv_cache,
+                whole,
+                keys,
+                values,
+                strips,
+                kernel_keys=columns.permute(0, 3, 1, 2),
+                kernel_values=values.transpose(1, 2),
+                kernel_strips=strips[..., : math.prod(by_slot)].unflatten(2, by_slot),
+            )
         return self._pages
 
     def _decode(self, layer: Any, part: Part, query: Tensor, pages: _Pages) -> Tensor:
@@ -165,23 +180,17 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
 
     def _decode_in_one_pass(self, part: Part, query: Tensor, pages: _Pages) -> Tensor:
         """By the kernel with both accumulators."""
-        num_slots, rank = self.projection.num_slots, self.projection.lora_rank
-        tail = pages.strips[..., : num_slots * rank]
         inputs = PagedInputs(
             q=query,
-            k=pages.key_columns.permute(0, 3, 1, 2),
-            v_base=pages.values.transpose(1, 2),
+            k=pages.kernel_keys,
+            v_base=pages.kernel_values,
             block_table=part.block_table,
             query_start=part.query_start_loc,
             kv_lens=part.seq_lens,
             max_q_len=1,
             max_kv_len=part.block_table.shape[1] * pages.strips.shape[1],
             scale=self.scale,
-            strips=PagedStrips(
-                tail.view(*tail.shape[:2], num_slots, rank),
-                self.projection.stacked_value_b,
-                part.slots.int(),
-            ),
+            strips=PagedStrips(pages.kernel_strips, self.projection.value_b, part.slots),
             softcap=self.logits_soft_cap or None,
         )
         return paged_lora_attention(inputs, backend="native").out.transpose(0, 1)

@@ -19,7 +19,7 @@ class Part:
     query_start_loc: Tensor  # int32 [num_requests + 1], within the part
     seq_lens: Tensor  # int32 [num_requests]
     block_table: Tensor  # int32 [num_requests, max blocks]
-    slots: Tensor  # int64 [num_requests], -1 without an adapter
+    slots: Tensor  # int32 [num_requests], -1 without an adapter
     # Which of the part's requests read a slot; all of them where there is one slot only.
     requests_of: list[tuple[int, slice | Tensor]] = field(default_factory=list)
     # How the operator divides its work, by (num_heads, num_kv_heads); the same for every layer.
@@ -84,7 +84,7 @@ def _select(
         rows = torch.cat(
             [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         )
-    slots = slots[requests]
+    slots = slots[requests].to(torch.int32)
     return Part(
         rows=rows,
         query_start_loc=lengths.cumsum(0).to(torch.int32),
@@ -119,7 +119,7 @@ def _scratch(part: Part, block_size: int) -> Scratch:
     counts = (part.seq_lens.to(torch.int64) + block_size - 1) // block_size
     used = torch.arange(part.block_table.shape[1])[None, :] < counts[:, None]
     blocks = part.block_table.to(torch.int64)[used]
-    slots = part.slots[:, None].expand_as(used)[used]
+    slots = part.slots.to(torch.int64)[:, None].expand_as(used)[used]
     span = int(blocks.max()) + 1
     pairs, index = torch.unique(slots * span + blocks, return_inverse=True)
     table = torch.zeros_like(part.block_table)

@@ -66,7 +66,7 @@ class StripTritonImpl(StripLayer, TritonAttentionImpl):
             attn_metadata,
             output.view(-1, self.num_heads, self.head_size),
             request_slots=slots,
-            value_b=self.projection.stacked_value_b.to(kv_cache.dtype),
+            value_b=self.projection.value_b.to(kv_cache.dtype),
             strip_width=self.width,
             scale=self.scale,
             softcap=self.logits_soft_cap or None,
