@@ -19,7 +19,8 @@ class EngineConfig:
 
     ``cache_memory`` is the hard limit of all cached bytes. ``prefill_chunk`` is the largest number of tokens in one
     forward pass, and with it the longest time until a running pass can be interrupted. ``growth_tokens`` is the step in
-    which a session's buffers grow. ``context_window`` None takes the model's own.
+    which a session's buffers grow; it doubles when they are 64 steps long. ``context_window`` None takes the model's
+    own.
 
     The policies that recompute a part of what others wrote (docs/policies.md) replace at most ``recompute_share`` of
     the k and v of the tokens that are new to a reader, in the layers that ``recompute_profile`` (a JSON file) names

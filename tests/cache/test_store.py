@@ -164,6 +164,19 @@ def test_a_random_load_stays_under_the_budget_and_matches_exactly() -> None:
     assert sum(store.lookups.values()) == 400
 
 
+def test_growth_steps_double_so_that_copies_stay_in_proportion_and_little_is_free() -> None:
+    store = TrajectoryStore(LAYOUT, 10**9, growth_tokens=4)
+    rounded = [store.rounded(tokens) for tokens in range(1, 20_000)]
+    assert rounded == sorted(rounded)
+    for tokens, capacity in enumerate(rounded, start=1):
+        assert capacity >= tokens
+        assert store.rounded(capacity) == capacity
+        assert capacity - tokens < max(4, tokens / 32)
+    capacities = sorted(set(rounded))
+    assert sum(capacities[:-1]) < 64 * 20_000  # rows copied; 50 million with a fixed step
+    assert rounded[200] == 204
+
+
 def test_a_one_token_prompt_is_too_short_to_hit() -> None:
     store = store_of()
     run(store, [1, 2])

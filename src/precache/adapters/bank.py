@@ -74,6 +74,17 @@ class Adapter:
         module = self.module(layer, target)
         return 0 if module is None else module.lora_a.shape[0]
 
+    def ranks(self, target: str) -> tuple[int, ...]:
+        """The rank of every layer's module."""
+        return self._ranks.get(target, (0,) * self.shape.num_layers)
+
+    @cached_property
+    def _ranks(self) -> Mapping[str, tuple[int, ...]]:
+        layers = range(self.shape.num_layers)
+        return {
+            target: tuple(self.rank(layer, target) for layer in layers) for target in self.targets
+        }
+
     def value_b(self, layer: int) -> Tensor | None:
         """Scaled B of v_proj by KV head: [num_kv_heads, rank, head_dim], contiguous."""
         return self._b_by_head["v_proj"].get(layer)

@@ -22,6 +22,7 @@ from precache.errors import CacheBudgetError, UnknownSessionError
 FORK_MIN_TAIL = 256
 FORK_TAIL_SHARE = 0.25
 MAX_LOST_RECORDS = 64
+LEAST_STEPS = 32  # that a trajectory holds before its growth step doubles
 
 
 class Lookup(StrEnum):
@@ -193,8 +194,15 @@ class TrajectoryStore:
         return held + copied_tensor
 
     def rounded(self, tokens: int) -> int:
-        """Tokens rounded up to whole growth steps."""
-        return -(-tokens // self.growth_tokens) * self.growth_tokens
+        """Tokens rounded up to whole growth steps.
+
+        A growth copies everything, so the step doubles with the length: it stays within 1/64 and 1/32 of a long
+        trajectory, and what is copied altogether stays in proportion to the length.
+        """
+        step = self.growth_tokens
+        while tokens >= 2 * LEAST_STEPS * step:
+            step *= 2
+        return -(-tokens // step) * step
 
     def reserve(
         self, trajectory: Trajectory, tokens: int, strips: Sequence[StripLayout], private: int = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_NARROW, _MANY_ROWS = 16, 32
+
 
 def accumulator_dtype(q: Tensor) -> torch.dtype:
     """Scores and sums are kept in float32, or in float64 for float64 inputs."""
@@ -39,4 +41,11 @@ def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
 
 def weigh(probs: Tensor, values: Tensor) -> Tensor:
     """probs [num_kv_heads, rows, n] times values [num_kv_heads, n, d] or, shared, [n, d]."""
-    return cast(torch.matmul(cast(probs, values.dtype), values), probs.dtype)
+    product = cast(probs, values.dtype)
+    num_kv_heads, rows, n = product.shape
+    width = values.shape[-1]
+    if values.dim() == 2 and width < _NARROW and num_kv_heads * rows >= _MANY_ROWS:
+        # The BLAS of an AVX2 machine takes a third of the time for it this way round.
+        turned = torch.mm(values.t(), product.view(-1, n).t()).t()
+        return cast(turned.reshape(num_kv_heads, rows, width), probs.dtype)
+    return cast(torch.matmul(product, values), probs.dtype)

@@ -189,9 +189,7 @@ class RunningSoftmax:
 
 
 def _accumulate(acc: Tensor, probs: Tensor, values: Tensor) -> None:
-    if probs.dtype != values.dtype:
-        acc.add_(weigh(probs, values))
-    elif values.dim() == 3:
+    if probs.dtype == values.dtype and values.dim() == 3:
         acc.baddbmm_(probs, values)
     else:
-        acc.view(-1, acc.shape[-1]).addmm_(probs.view(-1, probs.shape[-1]), values)
+        acc.add_(weigh(probs, values))

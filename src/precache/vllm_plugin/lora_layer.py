@@ -56,8 +56,9 @@ class StripProjection(MergedQKVParallelLinearWithLoRA):
 
     def _value_b(self) -> Tensor:
         """The values' part of the stacked B, by head."""
-        by_head = self.lora_b_stacked[_V][:, 0].unflatten(1, (-1, self.base_layer.head_size))
-        return by_head.transpose(2, 3)
+        stacked: Tensor = self.lora_b_stacked[_V][:, 0]
+        num_slots, _, rank = stacked.shape
+        return stacked.view(num_slots, -1, self.base_layer.head_size, rank).transpose(2, 3)
 
     @property
     def row_slots(self) -> Tensor:

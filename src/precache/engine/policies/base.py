@@ -209,12 +209,7 @@ class SharingPolicy(ABC):
 
 def strip_layout(key: str, adapter: Adapter, bank: AdapterBank) -> StripLayout | None:
     """Layout of an adapter's strip; None if it has neither value nor key LoRA."""
-    layers = range(bank.shape.num_layers)
-    layout = StripLayout(
-        key,
-        v_ranks=tuple(adapter.rank(layer, "v_proj") for layer in layers),
-        k_ranks=tuple(adapter.rank(layer, "k_proj") for layer in layers),
-    )
+    layout = StripLayout(key, v_ranks=adapter.ranks("v_proj"), k_ranks=adapter.ranks("k_proj"))
     return layout if layout.numbers_per_token else None
 
 

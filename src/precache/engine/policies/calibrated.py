@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import ClassVar
 
 import torch
@@ -70,8 +71,8 @@ class Calibrated(PreLRShared):
         extra = [rank if layer in corrected else 0 for layer in range(bank.shape.num_layers)]
         layout = StripLayout(
             adapter.digest,
-            v_ranks=tuple(adapter.rank(i, "v_proj") + more for i, more in enumerate(extra)),
-            k_ranks=tuple(adapter.rank(i, "k_proj") + more for i, more in enumerate(extra)),
+            v_ranks=tuple(map(add, adapter.ranks("v_proj"), extra)),
+            k_ranks=tuple(map(add, adapter.ranks("k_proj"), extra)),
         )
         return layout if layout.numbers_per_token else None
 

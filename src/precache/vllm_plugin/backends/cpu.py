@@ -163,7 +163,9 @@ class StripAttentionImpl(StripLayer, CPUAttentionBackendImpl):
                 strips,
                 kernel_keys=columns.permute(0, 3, 1, 2),
                 kernel_values=values.transpose(1, 2),
-                kernel_strips=strips[..., : math.prod(by_slot)].unflatten(2, by_slot),
+                kernel_strips=strips[..., : math.prod(by_slot)].view(
+                    num_blocks, block_size, *by_slot
+                ),
             )
         return self._pages
 
