@@ -51,7 +51,7 @@ RULES = {
     "bench": Rule(
         "public bench tasks ops engine cache adapters config request errors "
         "vllm_plugin.launch vllm_plugin.settings",
-        "torch numpy safetensors transformers peft tqdm",
+        "torch numpy safetensors transformers peft psutil tqdm",
     ),
     "fidelity": Rule(
         "public fidelity tasks agents.recorded engine adapters cache config request errors",

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from precache.bench.local_server import TurnError
 from precache.bench.serving import STOCK, ServingConfig
-from precache.bench.serving.client import Turn, TurnError, run_turn
+from precache.bench.serving.client import Turn, run_turn
 from precache.bench.serving.load import Load, Play, play
 from precache.bench.serving.process import ServedModel
 from precache.bench.serving.summary import summarise
@@ -85,7 +86,7 @@ def test_an_answer_that_is_not_what_was_asked_is_an_error(
 
 
 def test_the_turns_of_a_trajectory_build_on_each_other(port: int) -> None:
-    server = ServedModel(port, process=None)  # type: ignore[arg-type]
+    server = ServedModel(port)
     played = play(server, Load(TRACE, qps=1000.0, trajectories=2, vocab_size=50), seed=3)
     assert [len(turns) for turns in played.trajectories] == [2, 2]
     assert played.peak_blocks in (0, 50)
@@ -98,7 +99,7 @@ def test_the_turns_of_a_trajectory_build_on_each_other(port: int) -> None:
 
 
 def test_a_failing_trajectory_fails_the_play(port: int) -> None:
-    server = ServedModel(port, process=None)  # type: ignore[arg-type]
+    server = ServedModel(port)
     trace = Trace((Step("nobody", 5, 3),))
     with pytest.raises(TurnError):
         play(server, Load(trace, qps=10.0, trajectories=1, vocab_size=50), seed=0)

@@ -1,6 +1,6 @@
 """Plays a trace on something that generates, and times it from the outside.
 
-A player is anything with the three methods of ``Player``. The clock runs in ``play_trace`` only, so every row of a
+A player is anything with the methods of ``Player``. The clock runs in ``play_trace`` only, so every row of a
 benchmark is timed by the same lines: tokens are seen as a caller of ``stream`` sees them.
 """
 
@@ -57,14 +57,14 @@ class CacheBytes:
 
 
 class Clock(NamedTuple):
-    """A moment, or a stretch of time: seconds on the wall, and of processors at work for this process."""
+    """A moment, or a stretch of time: seconds on the wall, and of processors at work for a player."""
 
     wall: float
     cpu: float
 
     @classmethod
-    def now(cls) -> Clock:
-        return cls(time.perf_counter(), time.process_time())
+    def now(cls, player: Player) -> Clock:
+        return cls(time.perf_counter(), player.cpu_s())
 
     def plus(self, start: Clock, end: Clock) -> Clock:
         """This stretch and the one from ``start`` to ``end``."""
@@ -86,11 +86,29 @@ class Player(Protocol):
     def reset(self) -> None:
         """Drop everything cached."""
 
+    def cpu_s(self) -> float:
+        """Processor seconds so far of all threads at work for this player: this process's, unless it has others."""
+        return time.process_time()
+
+
+class Peer(Player, Protocol):
+    """A row that is not the engine's. Its time means something once it is known to compute what ``nonshared`` does."""
+
+    def likely(self, agent: str, prompt_ids: Sequence[int], output_tokens: int) -> list[Likely]:
+        """Run a turn as ``stream`` does; of every output token, what it was chosen among."""
+
+
+class Likely(NamedTuple):
+    """A greedy choice: the token, and log-probabilities of the likeliest tokens by id, before anything is sampled."""
+
+    token_id: int
+    logprobs: dict[int, float]
+
 
 @dataclass(frozen=True)
 class Run:
-    """One play of a trace. Seconds are sums over its turns; ``_cpu_s`` is processor time of all threads of the process,
-    which other programs on the machine hardly change.
+    """One play of a trace. Seconds are sums over its turns; ``_cpu_s`` is processor time of all threads at work for the
+    row, which other programs on the machine hardly change.
 
     ``decode_s`` covers ``decoded`` tokens: from a turn's first token to its last but one, which is the last whose
     arrival cannot hide a neutral pass.
@@ -119,9 +137,9 @@ def play_trace(
     outputs = []
     for step, fresh in zip(trace.steps, trace.fresh_prompts(vocab_size, seed), strict=True):
         prompt = views.extend(step.agent, fresh)
-        started = Clock.now()
-        tokens, arrivals = _arrivals(player.stream(step.agent, prompt, step.output))
-        wall = wall.plus(started, Clock.now())
+        started = Clock.now(player)
+        tokens, arrivals = _arrivals(player, player.stream(step.agent, prompt, step.output))
+        wall = wall.plus(started, Clock.now(player))
         ttft = ttft.plus(started, arrivals[0])
         if len(arrivals) > 1:
             decode = decode.plus(arrivals[0], arrivals[-2])
@@ -144,16 +162,16 @@ def play_trace(
     )
 
 
-def _arrivals(stream: Iterator[int]) -> tuple[list[int], list[Clock]]:
+def _arrivals(player: Player, stream: Iterator[int]) -> tuple[list[int], list[Clock]]:
     """Tokens, and when each came."""
     tokens, arrivals = [], []
     for token_id in stream:
-        arrivals.append(Clock.now())
+        arrivals.append(Clock.now(player))
         tokens.append(token_id)
     return tokens, arrivals
 
 
-class EnginePlayer:
+class EnginePlayer(Player):
     """A policy of the engine, used through its public ``stream``."""
 
     def __init__(self, engine: Engine) -> None:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from precache.bench.player import CacheBytes, Work
+from precache.bench.player import CacheBytes, Likely, Peer, Work
+
+NUM_LIKELY = 20  # tokens that are compared at every output token
 
 
-class StockPlayer:
+class StockPlayer(Peer):
     """Stock transformers + PEFT. Needs no engine and shares nothing with one."""
 
     def __init__(
@@ -45,6 +47,12 @@ class StockPlayer:
     def stream(self, agent: str, prompt_ids: Sequence[int], output_tokens: int) -> Iterator[int]:
         for logits in self._steps(agent, prompt_ids, output_tokens):
             yield int(logits.argmax())
+
+    def likely(self, agent: str, prompt_ids: Sequence[int], output_tokens: int) -> list[Likely]:
+        logits = self.logits(agent, prompt_ids, output_tokens)
+        values, tokens = logits.log_softmax(-1).topk(min(NUM_LIKELY, logits.shape[-1]))
+        rows = zip(tokens.tolist(), values.tolist(), strict=True)
+        return [Likely(ids[0], dict(zip(ids, row, strict=True))) for ids, row in rows]
 
     def logits(self, agent: str, prompt_ids: Sequence[int], output_tokens: int) -> Tensor:
         """Run one greedy turn and return the logits of every output token, [output_tokens, vocab] fp32."""

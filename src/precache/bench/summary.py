@@ -11,7 +11,9 @@ from precache.bench.spread import Spread, spread_of
 from precache.bench.trace import Trace
 
 STOCK = "stock-peft"
-REFERENCES = ("nonshared", "fullshared", STOCK)
+LLAMA_CPP = "llama-cpp"
+PEERS = (STOCK, LLAMA_CPP)  # rows that are not policies of the engine
+REFERENCES = ("nonshared", "fullshared", *PEERS)
 
 
 class RowKey(NamedTuple):

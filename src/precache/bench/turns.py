@@ -1,7 +1,7 @@
 """`bench turns`: total time to first token, throughput and cache bytes of every policy on the controlled trace.
 
-Owns which rows are played in which order, and the guard that the stock row and the engine compute the same thing.
-The policies are played one after the other within each repeat, so that ratios are taken between neighbours in time.
+Owns which rows are played in which order. They are played one after the other within each repeat, so that ratios are
+taken between neighbours in time.
 """
 
 from __future__ import annotations
@@ -16,39 +16,20 @@ from tqdm import tqdm
 from precache import Engine
 from precache.bench.adapters import LORA_RANK, agent_names, write_random_adapters
 from precache.bench.checks import require_agents, require_positive, require_targets
-from precache.bench.player import EnginePlayer, Player, Run, play_trace
+from precache.bench.guard import largest_difference
+from precache.bench.llama_cpp import LlamaCppTree
+from precache.bench.peers import ready_peers
+from precache.bench.player import EnginePlayer, Peer, Player, Run, play_trace
 from precache.bench.random_model import RANDOM_LLAMA, write_random_llama
-from precache.bench.stock import StockPlayer
-from precache.bench.summary import STOCK, Row, RowKey, summarise
-from precache.bench.trace import (
-    LONG_DECODE,
-    ROUNDS,
-    Step,
-    Trace,
-    chunk_for,
-    controlled_trace,
-)
+from precache.bench.summary import LLAMA_CPP, PEERS, STOCK, Row, RowKey, summarise
+from precache.bench.trace import LONG_DECODE, ROUNDS, Trace, chunk_for, controlled_trace
 from precache.config import EngineConfig, parse_size
-from precache.engine.checkpoints import resolve_model
+from precache.engine.checkpoints import SMOLLM2, resolve_model
 from precache.engine.model import BackboneModel
 from precache.engine.policies import POLICIES, make_policy
-from precache.errors import ConfigError, PrecacheError
+from precache.errors import ConfigError
 
-GUARD_PROMPT, GUARD_OUTPUT, GUARD_ROUNDS = 16, 6, 2  # the guard's turns: every agent in every round
 WARM_UP_TURNS = 3  # of which the first is a prefill of more than one pass
-GUARD_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
-
-
-class GuardError(PrecacheError):
-    """The stock row and nonshared disagree: one of them is wrong, and its time means nothing."""
-
-    def __init__(self, agent: str, turn: int, got: float, allowed: float) -> None:
-        self.got = got
-        self.allowed = allowed
-        super().__init__(
-            f"stock-peft and nonshared differ at turn {turn} ({agent}): got {got:.2e} of the largest logit, "
-            f"allowed is {allowed:.0e}"
-        )
 
 
 @dataclass(frozen=True)
@@ -56,7 +37,8 @@ class TurnsConfig:
     """What to measure. ``rows`` are (policy, schedule); ``adapters`` empty means random ones for ``agents`` agents.
 
     Every number of agents, every length (a ``chunk``, or total tokens in ``lengths``) and every share of common context
-    is a case of its own. ``think_s`` is the time that passes between turns, as when agents wait for tools.
+    is a case of its own. ``think_s`` is the time that passes between turns, as when agents wait for tools. The row
+    ``llama-cpp`` needs the tree that is played.
     """
 
     model: str = "smollm2"
@@ -76,6 +58,7 @@ class TurnsConfig:
     device: str = "auto"
     cache_memory: str = "4GiB"
     think_s: float = 0.0
+    llama_cpp: LlamaCppTree | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, "rounds", "repeats", "rank", "decode")
@@ -90,10 +73,23 @@ class TurnsConfig:
         if self.think_s < 0:
             raise ConfigError("--think", self.think_s, "seconds, 0 or more")
         for row in self.rows:
-            if row.policy != STOCK:
+            if row.policy not in PEERS:
                 make_policy(row.policy, row.schedule)
+        self._check_llama_cpp()
         for names in self.crews():
             self.cases(names)
+
+    def _check_llama_cpp(self) -> None:
+        if any(row.policy == LLAMA_CPP for row in self.rows) != (self.llama_cpp is not None):
+            raise ConfigError(
+                "--llama-cpp", self.llama_cpp, f"the tree of the row {LLAMA_CPP}, and no other"
+            )
+        if self.llama_cpp and self.model != SMOLLM2 and not Path(self.model).is_dir():
+            raise ConfigError(
+                "--model",
+                self.model,
+                f"with --llama-cpp a local folder with a tokenizer, or {SMOLLM2}",
+            )
 
     def crews(self) -> list[list[str]]:
         """The names of the agents, for every number of agents."""
@@ -117,41 +113,58 @@ class TurnsConfig:
 
 @dataclass(frozen=True)
 class TurnsReport:
-    """The rows, what the engine settled on, and how far the stock row and nonshared were apart (None: no guard ran)."""
+    """The rows, what the engine settled on, and how far every peer was from nonshared (nats, see bench/guard.py)."""
 
     rows: tuple[Row, ...]
     dtype: str
     device: str
-    guard_error: float | None
+    guard: Mapping[str, float]
 
 
 def bench_turns(config: TurnsConfig) -> TurnsReport:
     """Measure. Raises PrecacheError for what cannot be loaded or does not fit, and GuardError."""
-    rows: list[Row] = []
-    guard_errors: list[float] = []
     with tempfile.TemporaryDirectory(prefix="precache-bench-") as folder:
         model = config.model
         if model == RANDOM_LLAMA:
             model = write_random_llama(Path(folder) / "model", config.seed)
-        for names in config.crews():
-            cases = config.cases(names)
-            longest = max(trace.tokens for _, trace in cases)
-            with _engine(config, model, longest) as engine:
-                bench = _Bench(config, engine, model, _add_adapters(config, engine, names, folder))
-                if (error := bench.guard(names)) is not None:
-                    guard_errors.append(error)
-                rows += [row for chunk, trace in cases for row in bench.measure(chunk, trace)]
-            dtype, device = bench.dtype, str(engine.model.device)
-    return TurnsReport(tuple(rows), dtype, device, max(guard_errors, default=None))
+        reports = [_bench_crew(config, model, names, Path(folder)) for names in config.crews()]
+    return TurnsReport(
+        tuple(row for report in reports for row in report.rows),
+        reports[0].dtype,
+        reports[0].device,
+        {row: max(report.guard[row] for report in reports) for row in reports[0].guard},
+    )
+
+
+def _bench_crew(config: TurnsConfig, model: str, names: Sequence[str], folder: Path) -> TurnsReport:
+    """All cases of these agents."""
+    cases = config.cases(names)
+    longest = max(trace.tokens for _, trace in cases)
+    with _engine(config, model, longest) as engine:
+        adapters = _add_adapters(config, engine, names, folder)
+        with ready_peers(
+            {row.policy for row in config.rows},
+            engine,
+            resolve_model(model),
+            adapters,
+            llama_cpp=config.llama_cpp,
+            context=longest,
+            folder=folder / f"{len(names)}-agents-peers",
+        ) as peers:
+            bench = _Bench(config, engine, peers)
+            guard = bench.guard(names)
+            rows = tuple(row for chunk, trace in cases for row in bench.measure(chunk, trace))
+        dtype = str(engine.model.dtype).removeprefix("torch.")
+        return TurnsReport(rows, dtype, str(engine.model.device), guard)
 
 
 def _add_adapters(
-    config: TurnsConfig, engine: Engine, names: Sequence[str], folder: str
+    config: TurnsConfig, engine: Engine, names: Sequence[str], folder: Path
 ) -> Mapping[str, Path]:
     adapters = config.adapters or write_random_adapters(
         engine.model.shape,
         names,
-        Path(folder) / f"{len(names)}-agents",
+        folder / f"{len(names)}-agents",
         config.seed,
         rank=config.rank,
         targets=config.targets,
@@ -178,43 +191,17 @@ def _engine(config: TurnsConfig, path: str, longest: int) -> Engine:
 class _Bench:
     """The loaded model and adapters, and the rows that are played on them."""
 
-    def __init__(
-        self, config: TurnsConfig, engine: Engine, model: str, adapters: Mapping[str, Path]
-    ) -> None:
+    def __init__(self, config: TurnsConfig, engine: Engine, peers: Mapping[str, Peer]) -> None:
         self.config = config
         self.engine = engine
-        self.dtype = str(engine.model.dtype).removeprefix("torch.")
-        self._stock: StockPlayer | None = None
-        if any(row.policy == STOCK for row in config.rows):
-            self._stock = StockPlayer(
-                resolve_model(model),
-                adapters,
-                dtype=engine.model.dtype,
-                device=engine.model.device,
-            )
+        self.peers = peers
 
-    def guard(self, agents: Sequence[str]) -> float | None:
-        """Largest difference of stock-peft and nonshared on a short trace, as a share of the largest logit."""
-        if self._stock is None:
-            return None
-        steps = [Step(agent, GUARD_PROMPT, GUARD_OUTPUT) for agent in agents] * GUARD_ROUNDS
-        trace = Trace(tuple(steps))
-        largest, allowed = 0.0, GUARD_TOLERANCE[self.dtype]
-        trajectory: list[int] = []
-        prompts = trace.fresh_prompts(self._vocab_size, self.config.seed)
-        for turn, (step, fresh) in enumerate(zip(trace.steps, prompts, strict=True)):
-            trajectory += fresh
-            expected = self._stock.logits(step.agent, trajectory, step.output)
-            output = expected.argmax(-1).tolist()
-            got = self.engine.score(step.agent, trajectory, output)
-            difference = float((got - expected).abs().max() / expected.abs().max())
-            if not difference <= allowed:
-                raise GuardError(step.agent, turn, difference, allowed)
-            largest = max(largest, difference)
-            trajectory += output
-        self._stock.reset()
-        self.engine.reset()
-        return largest
+    def guard(self, agents: Sequence[str]) -> dict[str, float]:
+        """How far every peer is from nonshared. Raises GuardError."""
+        return {
+            row: largest_difference(row, peer, self.engine, agents, self.config.seed)
+            for row, peer in self.peers.items()
+        }
 
     def measure(self, chunk: int, trace: Trace) -> list[Row]:
         """Warm every row up, then play them in turn ``repeats`` times."""
@@ -243,7 +230,6 @@ class _Bench:
         return self.engine.model.shape.vocab_size
 
     def _player(self, row: RowKey) -> Player:
-        if row.policy == STOCK:
-            assert self._stock is not None
-            return self._stock
+        if row.policy in self.peers:
+            return self.peers[row.policy]
         return EnginePlayer(self.engine.with_policy(row.policy, row.schedule))

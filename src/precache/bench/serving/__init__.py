@@ -70,7 +70,7 @@ class ServingConfig:
 
 
 def bench_serving(config: ServingConfig) -> list[ServingRow]:
-    """Measure. Raises PrecacheError for what cannot be served, and ServerStartError."""
+    """Measure. Raises PrecacheError for what cannot be served, and ServerError."""
     plays: dict[tuple[str, float], list[Play]] = {}
     total = len(config.rows) * len(config.qps) * config.repeats
     model = resolve_model(config.model)

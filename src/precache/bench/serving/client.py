@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from precache.bench.serving.process import HOST
-from precache.errors import PrecacheError
-
-TIMEOUT_S = 3600.0
-
-
-class TurnError(PrecacheError):
-    """The server did not answer a turn as asked."""
+from precache.bench.local_server import TurnError, events, post
 
 
 @dataclass(frozen=True)
@@ -42,26 +33,18 @@ def run_turn(port: int, model: str, prompt: Sequence[int], output_tokens: int) -
         "return_token_ids": True,
         "stream_options": {"include_usage": True},
     }
-    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
     started = time.perf_counter()
-    try:
-        connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
-        return _read(connection.getresponse(), started, len(prompt), output_tokens)
-    finally:
-        connection.close()
+    with post(port, "/v1/completions", body) as response:
+        return _read(response, started, len(prompt), output_tokens)
 
 
 def _read(
     response: http.client.HTTPResponse, started: float, prompt_tokens: int, output_tokens: int
 ) -> Turn:
-    if response.status != 200:
-        raise TurnError(f"status {response.status}: {response.read(2000).decode()}")
     token_ids: list[int] = []
     arrivals: list[float] = []
     cached = 0
-    for event in _events(response):
+    for event in events(response):
         now = time.perf_counter()
         for choice in event.get("choices", ()):
             if found := choice.get("token_ids"):
@@ -73,11 +56,3 @@ def _read(
         raise TurnError(f"output: got {len(token_ids)} tokens, asked for {output_tokens}")
     latency_s = arrivals[-1] - started
     return Turn(tuple(token_ids), arrivals[0] - started, latency_s, prompt_tokens, cached)
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The objects of a server-sent event stream."""
-    for line in response:
-        text = line.decode().strip()
-        if text.startswith("data: ") and text != "data: [DONE]":
-            yield json.loads(text.removeprefix("data: "))

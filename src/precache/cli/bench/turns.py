@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precache.cli.options import adapters_from_args, add_adapter_option, quiet_in_pipes
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from precache.bench.summary import Row, RowKey
     from precache.bench.turns import TurnsConfig, TurnsReport
 
-_STOCK = "stock-peft"
+_STOCK, _LLAMA_CPP = "stock-peft", "llama-cpp"
 _FIELDS = (
     "model", "rounds", "decode", "rank", "targets", "repeats", "seed", "dtype", "device", "cache_memory", "think_s"
 )  # fmt: skip
@@ -31,6 +32,7 @@ _EXAMPLE = """examples:
   precache bench turns --policies rebaseshared --schedule lazy-prefill,idle-lazy-prefill --think 2
   precache bench turns --model random-llama --length 66448 --agents 4,8 --repeats 1
   precache bench turns --chunk 1024 --shared 1,0.6,0.2,0
+  precache bench turns --chunk 512 --policies nonshared,prelrshared --llama-cpp ~/llama.cpp
 
 The trace is a planner, an actor and a reflector that take turns over one growing trajectory of random tokens; --chunk
 is the length of the long prompt of each of its four rounds. Its prompts and output lengths are the same for every row.
@@ -72,6 +74,12 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="one row each for the policies that have schedules (default: %(default)s)",
     )
     add("--no-stock", action="store_true", help=f"leave the row {_STOCK} out")
+    add(
+        "--llama-cpp",
+        metavar="FOLDER",
+        type=Path,
+        help=f"a llama.cpp source tree with a built llama-server: adds the row {_LLAMA_CPP}",
+    )
     add("--agents", metavar="N,N", help="number of agents (default: 3)")
     add("--rank", type=int, help="of random adapters (default: 8)")
     add("--targets", help="of random adapters: qv (default), qkvo or all")
@@ -104,10 +112,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print. Options are checked before the model is loaded."""
     quiet_in_pipes()
     config = _turns_config(args)
-    if _STOCK in {row.policy for row in config.rows} and importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            "peft", "not installed", 'pip install "precache[train]", or --no-stock without its row'
-        )
+    _check_packages({row.policy for row in config.rows})
     from precache.bench.environment import environment
     from precache.bench.turns import bench_turns
 
@@ -117,7 +122,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_packages(rows: Collection[str]) -> None:
+    """Raise ConfigError for a package that a row needs and that is not installed."""
+    needs = [
+        (_STOCK, "peft", 'pip install "precache[train]", or --no-stock without its row'),
+        (_LLAMA_CPP, "psutil", "pip install psutil: it reads the server's processor time"),
+        (_LLAMA_CPP, "sentencepiece", "pip install sentencepiece: llama.cpp's converters want it"),
+    ]
+    for row, package, remedy in needs:
+        if row in rows and importlib.util.find_spec(package) is None:
+            raise ConfigError(package, "not installed", remedy)
+
+
 def _turns_config(args: argparse.Namespace) -> TurnsConfig:
+    from precache.bench.llama_cpp import LlamaCppTree
     from precache.bench.turns import TurnsConfig
 
     adapters = adapters_from_args(args)
@@ -135,15 +153,18 @@ def _turns_config(args: argparse.Namespace) -> TurnsConfig:
             settings[name] = integers(f"--{name[:-1]}", option)
     if args.shared is not None:
         settings["shared"] = numbers("--shared", args.shared)
+    if args.llama_cpp is not None:
+        settings["llama_cpp"] = LlamaCppTree(args.llama_cpp)
     return TurnsConfig(adapters=adapters, rows=_rows(args), **settings)
 
 
 def _rows(args: argparse.Namespace) -> tuple[RowKey, ...]:
-    """The stock row first, then every policy, once for every schedule if it has any."""
+    """Stock and llama.cpp first, then every policy, once for every schedule if it has any."""
     from precache.bench.summary import RowKey
     from precache.engine.policies import POLICIES
 
     rows = [] if args.no_stock else [RowKey(_STOCK)]
+    rows += [] if args.llama_cpp is None else [RowKey(_LLAMA_CPP)]
     schedules = names("--schedule", args.schedule)
     for policy in names("--policies", args.policies):
         known = POLICIES[policy].schedules if policy in POLICIES else ()
@@ -172,7 +193,7 @@ def _as_json(config: TurnsConfig, report: TurnsReport, facts: Mapping[str, Any])
         "benchmark": "turns",
         **facts,
         "settings": settings,
-        "guard": {"stock_against_nonshared": report.guard_error},
+        "guard": report.guard,  # nats
         "rows": [asdict(row) for row in report.rows],
     }
 
