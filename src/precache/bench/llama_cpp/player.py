@@ -61,7 +61,7 @@ def llama_cpp_player(
             "ctx-size": context * len(adapters),  # divided among the slots
             "cache-type-k": numbers,
             "cache-type-v": numbers,
-            "flash-attn": "on",
+            "flash-attn": "off",  # on a CPU in float32 it is slower and less exact
             "fit": "off",
             "cache-ram": 0,  # no second copy of idle slots, which would survive an erased one
             "slot-save-path": folder,  # without it no slot can be erased; nothing is saved

@@ -43,6 +43,13 @@ class LlamaCppTree:
     def server(self) -> Path:
         return (self.folder / SERVER).resolve()
 
+    def version(self) -> str:
+        """What the server says of itself, in one line."""
+        said = subprocess.run(
+            [self.server, "--version"], capture_output=True, text=True, timeout=60, check=True
+        )
+        return (said.stdout + said.stderr).partition("\n")[0]
+
     def convert_model(self, model: Path, target: Path, *, numbers: str, context: int) -> None:
         """Write a model folder as GGUF. Raises ConversionError.
 

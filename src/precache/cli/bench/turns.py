@@ -188,6 +188,7 @@ def _as_json(config: TurnsConfig, report: TurnsReport, facts: Mapping[str, Any])
         "seed": config.seed,
         "cache_memory": config.cache_memory,
         "think_s": config.think_s,
+        "llama_cpp": config.llama_cpp and config.llama_cpp.version(),
     }
     return {
         "benchmark": "turns",
