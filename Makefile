@@ -16,7 +16,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 # Compiled by pip, see hatch_build.py: a change of it needs the set-up again.
-KERNEL := src/precache/ops/native/decode.c
+KERNEL := $(wildcard src/precache/ops/native/*.[ch])
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 VLLM_BIN := .venv-vllm/bin

@@ -1,4 +1,4 @@
-"""The C kernel of decode steps: against the definition, in all its dtypes, over one buffer and over pages."""
+"""The C kernels: against the definition, in all their dtypes, over one buffer and, for decode steps, over pages."""
 
 from __future__ import annotations
 
@@ -158,14 +158,23 @@ def test_keys_that_the_query_does_not_see_are_not_read() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(q_len=7, kv_len=60),
+        Case(q_len=3, q_positions=[5, 6, 9]),
+        Case(q_len=3, group=17),
         Case(key_rank=65, kv_len=80),
         Case(key_rank=4, head_dim=24),
         Case(head_dim=12),
         Case(group=17),
         Case(rank=257, kv_len=50),
     ],
-    ids=["queries", "key rank", "odd halves", "odd heads", "wide group", "rank"],
+    ids=[
+        "listed positions",
+        "wide group of queries",
+        "key rank",
+        "odd halves",
+        "odd heads",
+        "wide group",
+        "rank",
+    ],
 )
 def test_what_the_kernel_does_not_take_is_the_blocked_backends(
     case: Case, monkeypatch: pytest.MonkeyPatch
@@ -174,6 +183,143 @@ def test_what_the_kernel_does_not_take_is_the_blocked_backends(
     monkeypatch.setattr(native, "run", lambda _: pytest.fail("the kernel ran"))
     got = native.attend(case.inputs())
     assert torch.equal(got.out, expected.out)
+
+
+@pytest.fixture
+def prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives the same numbers on other processors, where "native" leaves prefill to torch."""
+    monkeypatch.setattr(native, "_prefills", lambda: True)
+    monkeypatch.setattr(native.cpu, "attend", lambda _: pytest.fail("the kernel did not run"))
+
+
+# Around the ends of a group of rows (6), a tile (96 keys), a block (384 rows) and a piece (512 keys).
+@needs_the_kernel
+@pytest.mark.usefixtures("prefills")
+@pytest.mark.parametrize("q_len", [2, 3, 17, 128, 129, 300])
+@pytest.mark.parametrize("before", [0, 1, 95, 1500])
+@pytest.mark.parametrize("rank", [None, 8])
+def test_prefill_of_every_length_matches_the_definition(
+    q_len: int, before: int, rank: int | None
+) -> None:
+    inputs = Case(q_len=q_len, kv_len=before + q_len, rank=rank).inputs()
+    assert_same(native.attend(inputs), reference.attend(inputs))
+    if rank is not None:
+        assert_different(native.attend(inputs), native.attend(inputs._replace(v_lora=None)))
+
+
+@needs_the_kernel
+@pytest.mark.usefixtures("prefills")
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 3), (2, 16), (8, 4)])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 128, 256])
+def test_prefill_of_every_shape_matches_the_definition(
+    heads: int, group: int, head_dim: int
+) -> None:
+    case = Case(q_len=70, kv_len=650, num_kv_heads=heads, group=group, head_dim=head_dim, rank=13)
+    assert_same(native.attend(case.inputs()), reference.attend(case.inputs()))
+
+
+@needs_the_kernel
+@pytest.mark.usefixtures("prefills")
+@pytest.mark.parametrize("window", [None, 1, 40, 700, 2**40])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("kv_start", [0, 100])
+@pytest.mark.parametrize("key_rank", [None, 4])
+def test_prefill_with_everything_matches_the_definition(
+    window: int | None, softcap: float | None, kv_start: int, key_rank: int | None
+) -> None:
+    case = Case(
+        q_len=50,
+        kv_len=600,
+        window=window,
+        softcap=softcap,
+        kv_start=kv_start,
+        key_rank=key_rank,
+    )
+    inputs = case.inputs()
+    assert_same(native.attend(inputs), reference.attend(inputs))
+    if key_rank is not None and window != 1:
+        assert_different(native.attend(inputs), native.attend(inputs._replace(k_lora=None)))
+
+
+@needs_the_kernel
+@pytest.mark.usefixtures("prefills")
+@pytest.mark.parametrize("position", [0, 37, 59, 2**40])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("kv_start", [0, 45])
+def test_prefill_at_any_position_matches_the_definition(
+    position: int, window: int | None, kv_start: int
+) -> None:
+    """Also queries that come before every key, or too far behind them to see one."""
+    case = Case(q_len=9, kv_len=60, q_positions=position, window=window, kv_start=kv_start)
+    assert_same(native.attend(case.inputs()), reference.attend(case.inputs()))
+
+
+@needs_the_kernel
+@pytest.mark.usefixtures("prefills")
+@pytest.mark.parametrize("key_rank", [None, 4])
+@pytest.mark.parametrize("dtype", HALF)
+def test_prefill_in_half_precision_is_rounded_once(
+    dtype: torch.dtype, key_rank: int | None
+) -> None:
+    inputs = Case(q_len=40, kv_len=700, rank=8, key_rank=key_rank, dtype=dtype).inputs()
+    exact, got = reference.attend(in_float32(inputs)), native.attend(inputs)
+    assert got.out.dtype == dtype
+    ulp = torch.finfo(dtype).eps * exact.out.abs()
+    assert bool(((got.out.float() - exact.out).abs() <= 0.51 * ulp + 1e-5).all())
+    torch.testing.assert_close(got.lse, exact.lse, atol=1e-4, rtol=1e-5)
+
+
+@needs_the_kernel
+@pytest.mark.usefixtures("one_thread", "prefills")
+def test_threads_change_prefill_by_rounding_only() -> None:
+    """With more of them the keys of a block are cut into pieces."""
+    inputs = Case(q_len=20, kv_len=5000, head_dim=64, rank=8).inputs()
+    alone = native.attend(inputs)
+    assert_same(alone, reference.attend(inputs))
+    torch.set_num_threads(5)
+    assert_same(native.attend(inputs), alone)
+
+
+@needs_the_kernel
+@pytest.mark.usefixtures("prefills")
+def test_prefill_reads_no_key_that_no_query_sees() -> None:
+    inputs = Case(q_len=10, kv_len=300, q_positions=200, window=50, key_rank=4).inputs()
+    k_lora = inputs.k_lora
+    assert k_lora is not None
+    poisoned = inputs._replace(
+        k=inputs.k.clone(),
+        v_base=inputs.v_base.clone(),
+        k_lora=replace(k_lora, z=k_lora.z.clone()),
+    )
+    for hidden in (slice(0, 151), slice(210, 300)):
+        poisoned.k[:, hidden] = poisoned.v_base[:, hidden] = torch.nan
+        poisoned.k_lora.z[hidden] = torch.nan
+    assert_same(native.attend(poisoned), reference.attend(inputs))
+
+
+@needs_the_kernel
+@pytest.mark.usefixtures("prefills")
+def test_prefill_keeps_infinities_and_nans_apart() -> None:
+    inputs = Case(q_len=4, kv_len=300, rank=None).inputs()
+    q, k, v = inputs.q.clone(), inputs.k.clone(), inputs.v_base.clone()
+    q[..., 0], k[:, :290, 0] = 1.0, -torch.inf  # whole tiles of hidden keys
+    v[:, :290] = 1e38
+    hidden = inputs._replace(q=q, k=k, v_base=v)
+    assert_same(native.attend(hidden), reference.attend(hidden))
+    k[0, 298] = torch.nan  # seen by the last two queries
+    seen = native.attend(hidden._replace(k=k)).out.isnan().all(-1)
+    assert seen[:3].tolist() == [[False, False, True, True]] * 3
+    assert not seen[3:].any()
+
+
+@needs_the_kernel
+def test_prefill_is_torchs_where_its_products_may_be_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = Case(q_len=7, kv_len=60).inputs()
+    monkeypatch.setattr(native, "run", lambda _: pytest.fail("the kernel ran"))
+    monkeypatch.setattr(native, "_prefills", lambda: False)
+    assert torch.equal(native.attend(inputs).out, cpu.attend(inputs).out)
 
 
 BATCHES = {
@@ -295,14 +441,27 @@ def test_other_dtypes_and_devices_are_refused_by_name() -> None:
     assert "cuda" in (native.obstacle(torch.device("cuda"), torch.float32) or "")
 
 
-def test_both_sides_agree_on_the_limits_and_the_call() -> None:
-    source = build.SOURCE.read_text()
-    for name in ("MAX_GROUP", "MAX_HEAD_DIM", "MAX_RANK", "LANES"):
-        assert f"#define {name} {getattr(library, name)}\n" in source
-    body = source[source.index("struct decode_call {") :]
+@pytest.mark.parametrize(
+    ("file", "struct", "call"),
+    [
+        ("common.h", "key_strip", library.KeyStripCall),
+        ("decode.c", "decode_call", library.DecodeCall),
+        ("prefill.c", "prefill_call", library.PrefillCall),
+    ],
+)
+def test_both_sides_agree_on_the_calls(
+    file: str, struct: str, call: type[ctypes.Structure]
+) -> None:
+    source = (build.HERE / file).read_text()
+    body = source[source.index(f"struct {struct} {{") :]
     body = re.sub(r"/\*.*?\*/", "", body[: body.index("};")], flags=re.DOTALL)
-    declared = re.findall(r"(\w+)(?=[,;])", body)
-    assert declared == [name for name, _ in library.DecodeCall._fields_]
+    assert re.findall(r"(\w+)(?=[,;])", body) == [name for name, *_ in call._fields_]
+
+
+def test_both_sides_agree_on_the_limits() -> None:
+    source = build.HEADER.read_text()
+    for name in ("MAX_GROUP", "MAX_HEAD_DIM", "MAX_RANK", "MAX_KEY_RANK", "LANES"):
+        assert f"#define {name} {getattr(library, name)}\n" in source
 
 
 @pytest.fixture
@@ -319,7 +478,7 @@ def unloaded() -> Iterator[None]:
 def test_without_the_library_auto_takes_torch_and_asking_for_it_says_how(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "decode.so")
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "kernels.so")
     assert choose_backend("auto", CPU, torch.float32) == "cpu"
     with pytest.raises(BackendUnavailableError, match=r"python -m precache\.ops\.native"):
         choose_backend("native", CPU, torch.float32)
@@ -329,7 +488,7 @@ def test_without_the_library_auto_takes_torch_and_asking_for_it_says_how(
 def test_a_file_that_is_no_library_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = tmp_path / "decode.so"
+    broken = tmp_path / "kernels.so"
     broken.write_bytes(b"\x7fELF nothing")
     monkeypatch.setattr(library, "LIBRARY", broken)
     assert "cannot be loaded" in (native.obstacle(CPU, torch.float32) or "")
@@ -345,7 +504,7 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_building_replaces_an_older_library(tmp_path: Path) -> None:
-    target = tmp_path / "decode.so"
+    target = tmp_path / "kernels.so"
     target.write_bytes(b"old")
     assert build.build(target) == target
     found = ctypes.CDLL(str(target)).precache_source_id
@@ -359,13 +518,13 @@ def test_the_compiler_may_come_with_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", "cc -g0")
-    assert build.build(tmp_path / "decode.so").is_file()
+    assert build.build(tmp_path / "kernels.so").is_file()
 
 
 def test_building_without_a_compiler_says_so_and_touches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "decode.so"
+    target = tmp_path / "kernels.so"
     target.write_bytes(b"old")
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(build.BuildError, match="got 'no-such-compiler'"):
@@ -379,5 +538,5 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     failing.chmod(0o755)
     monkeypatch.setenv("CC", str(failing))
     with pytest.raises(build.BuildError, match=r"status 3\nno such flag"):
-        build.build(tmp_path / "decode.so")
+        build.build(tmp_path / "kernels.so")
     assert list(tmp_path.iterdir()) == [failing]

@@ -92,7 +92,7 @@ class BackboneModel:
         self._rope: dict[str, tuple[Tensor, Tensor]] = {}
         self._softcap = getattr(config, "final_logit_softcapping", None)
         if self.device.type == "cpu" and self.dtype == torch.float32:
-            _store_wide_weights_by_column(model)
+            store_wide_weights_by_column(model)
         install_projections(self.decoder.layers, dict(self.shape.out_features), self._running)
 
     @classmethod
@@ -363,7 +363,7 @@ def resolve_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
         raise ConfigError("attention_backend", name, allowed) from error
 
 
-def _store_wide_weights_by_column(model: nn.Module) -> None:
+def store_wide_weights_by_column(model: nn.Module) -> None:
     """Lay the weights of Linear modules that widen their input out column by column; their values stay.
 
     A product with one row, which is a decode step, then takes half to two thirds of the time in the BLAS of a CPU (more

@@ -7,37 +7,11 @@
  *
  * Plain C without Python or torch: precache.ops.native loads it with ctypes, and falls back to torch without it.
  */
-#include <float.h>
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#define TILE 32 /* keys whose scores and probabilities are held at a time */
+#include "common.h"
 
 #define PIECE 512
-#define TILE 32 /* keys whose scores and probabilities are held at a time */
-#define LANES 8
-#define KEYS 4 /* keys that are scored at a time */
 #define WIDE 8 /* vectors of sums that are held in registers */
-#define MAX_GROUP 16
-#define MAX_HEAD_DIM 256
-#define MAX_RANK 256
-#define MAX_KEY_RANK 64
-
-typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
-
-/* Chosen when the library is loaded, which takes glibc. GCC before 12 knows no levels; there avx2 comes without fma. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#elif defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
-#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
-#elif defined(__x86_64__)
-#error "on x86 this takes GCC and glibc, for code of several kinds of processor: that of the oldest is slower than torch"
-#else
-#define FOR_EACH_CPU
-#endif
-#define INLINE static inline __attribute__((always_inline))
-
-enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 /* Strides count elements; the last dimension of every tensor is contiguous, but for keys that lie column by column
  * (k_token 1, as in vLLM's cache for CPUs; then block_size is a multiple of LANES, and whole vectors are read). */
@@ -52,16 +26,12 @@ struct decode_call {
     const int32_t *first;       /* [num_seqs], the first key that is seen; NULL: 0 */
     const int32_t *end;         /* [num_seqs], one behind the last, at most max_blocks * block_size */
     const int32_t *slots;       /* [num_seqs], whose z and b; negative: no low-rank part */
-    /* What k lacks: rotate(key_z key_b), for one block without a table and head_dim a multiple of 2 LANES. */
-    const void *key_z;    /* [block_size, key_rank]; all four unused with key_rank 0 */
-    const void *key_b;    /* [num_kv_heads, key_rank, head_dim] */
-    const void *cos, *sin; /* [block_size, head_dim] */
-    int64_t num_seqs, num_heads, num_kv_heads, head_dim, rank, key_rank;
+    struct key_strip key;       /* for one block without a table */
+    int64_t num_seqs, num_heads, num_kv_heads, head_dim, rank;
     int64_t block_size, max_blocks;
     int64_t q_seq, q_head, out_seq, out_head;
     int64_t k_block, k_head, k_token, k_dim, v_block, v_head, v_token;
     int64_t z_block, z_token, z_slot, b_slot, b_head, b_rank;
-    int64_t key_z_token, key_b_head, key_b_rank, cos_token, sin_token;
     float scale, softcap; /* softcap 0: none */
     int32_t dtype, threads;
 };
@@ -74,104 +44,6 @@ struct sums {
 struct piece {
     int32_t seq, kv_head, start, end;
 };
-
-INLINE float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-INLINE uint32_t bits_of(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-INLINE float widen_bfloat16(uint16_t bits) { return float_of((uint32_t)bits << 16); }
-
-/* By hand, because not every compiler has a half type. */
-INLINE float widen_float16(uint16_t bits)
-{
-    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
-    float normal = float_of((rest << 13) + (rest >= 0x7c00 ? 0x70000000u : 0x38000000u));
-    return float_of(sign | bits_of(rest < 0x400 ? (float)rest * 0x1p-24f : normal));
-}
-
-INLINE float read_one(const void *from, int64_t at, int dtype)
-{
-    if (dtype == FLOAT32)
-        return ((const float *)from)[at];
-    uint16_t bits = ((const uint16_t *)from)[at];
-    return dtype == BFLOAT16 ? widen_bfloat16(bits) : widen_float16(bits);
-}
-
-INLINE uint16_t narrow_bfloat16(float value)
-{
-    uint32_t bits = bits_of(value);
-    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-INLINE uint16_t narrow_float16(float value)
-{
-    uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000;
-    float magnitude = fabsf(value);
-    if (value != value)
-        return (uint16_t)(sign | 0x7e00);
-    if (magnitude >= 65520.0f)
-        return (uint16_t)(sign | 0x7c00);
-    if (magnitude < 0x1p-14f)
-        return (uint16_t)(sign | (uint32_t)rintf(magnitude * 0x1p24f));
-    bits = (bits & 0x7fffffff) - 0x38000000;
-    return (uint16_t)(sign | ((bits + 0xfff + ((bits >> 13) & 1)) >> 13));
-}
-
-INLINE void write_one(void *to, int64_t at, float value, int dtype)
-{
-    if (dtype == FLOAT32)
-        ((float *)to)[at] = value;
-    else
-        ((uint16_t *)to)[at] = dtype == BFLOAT16 ? narrow_bfloat16(value) : narrow_float16(value);
-}
-
-/* Rows as float32: where they lie, or widened into `buffer`. Returns them and sets their distance. */
-INLINE const float *read_rows(const void *from, int64_t at, int64_t distance, int64_t count, int64_t width, int dtype,
-                              float *buffer, int64_t *found)
-{
-    if (dtype == FLOAT32) {
-        *found = distance;
-        return (const float *)from + at;
-    }
-    const uint16_t *rows = (const uint16_t *)from + at;
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t d = 0; d < width; d++)
-            buffer[t * width + d] =
-                dtype == BFLOAT16 ? widen_bfloat16(rows[t * distance + d]) : widen_float16(rows[t * distance + d]);
-    *found = width;
-    return buffer;
-}
-
-/* e^x for x <= 0, to 2e-7: 2^n times a polynomial; 0 where that would be no normal number. */
-INLINE float exp_negative(float x)
-{
-    float bounded = x < -87.0f ? -87.0f : x;
-    float n = rintf(bounded * 1.44269504f);
-    float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return x < -87.0f ? 0.0f : p * float_of((uint32_t)((int32_t)n + 127) << 23);
-}
-
-INLINE float sum_lanes(vec x)
-{
-    return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
-}
 
 /* Scores of KEYS rows; the query is read once for all of them. */
 INLINE void score_rows(float *scores, const float *q, const float *rows, int64_t distance, int64_t width, int keys)
@@ -243,56 +115,6 @@ INLINE void weigh_tile(float *sums, float keep, const float *probs, const float 
     }
 }
 
-/* rows[t] = keys[t] + rotate(z[t] b) for `keys` tokens, with rotate(x) = x cos + rotate_half(x) sin. The vectors of b are
- * read once for all of them. */
-INLINE void rotate_rows(float *rows, const float *k, int64_t k_distance, const float *z, int64_t z_distance,
-                        const float *b, int64_t rank, const float *cos, int64_t cos_distance, const float *sin,
-                        int64_t sin_distance, int64_t width, int keys)
-{
-    const int64_t half = width / 2;
-    for (int64_t d = 0; d < half; d += LANES) {
-        vec low[KEYS], high[KEYS];
-        for (int t = 0; t < keys; t++)
-            low[t] = high[t] = (vec){0};
-        for (int64_t r = 0; r < rank; r++) {
-            const vec b_low = *(const vec *)(b + r * width + d), b_high = *(const vec *)(b + r * width + half + d);
-            for (int t = 0; t < keys; t++) {
-                low[t] += z[t * z_distance + r] * b_low;
-                high[t] += z[t * z_distance + r] * b_high;
-            }
-        }
-        for (int t = 0; t < keys; t++) {
-            const float *key = k + t * k_distance + d, *c = cos + t * cos_distance + d, *s = sin + t * sin_distance + d;
-            float *row = rows + t * width + d;
-            *(vec *)row = *(const vec *)key + low[t] * *(const vec *)c - high[t] * *(const vec *)s;
-            *(vec *)(row + half) =
-                *(const vec *)(key + half) + high[t] * *(const vec *)(c + half) + low[t] * *(const vec *)(s + half);
-        }
-    }
-}
-
-/* The keys of a tile with their low-rank part, from the token `key` on; `b` is that of the KV head, packed. */
-INLINE const float *expand_keys(const struct decode_call *call, const float *k, int64_t k_distance, const float *b,
-                                int64_t key, int64_t count, float *rows)
-{
-    const int64_t width = call->head_dim, rank = call->key_rank;
-    float z_rows[TILE * MAX_KEY_RANK], cos_rows[TILE * MAX_HEAD_DIM], sin_rows[TILE * MAX_HEAD_DIM];
-    int64_t z_distance, cos_distance, sin_distance, t = 0;
-    const float *z =
-        read_rows(call->key_z, key * call->key_z_token, call->key_z_token, count, rank, call->dtype, z_rows, &z_distance);
-    const float *cos =
-        read_rows(call->cos, key * call->cos_token, call->cos_token, count, width, call->dtype, cos_rows, &cos_distance);
-    const float *sin =
-        read_rows(call->sin, key * call->sin_token, call->sin_token, count, width, call->dtype, sin_rows, &sin_distance);
-    for (; t + KEYS <= count; t += KEYS)
-        rotate_rows(rows + t * width, k + t * k_distance, k_distance, z + t * z_distance, z_distance, b, rank,
-                    cos + t * cos_distance, cos_distance, sin + t * sin_distance, sin_distance, width, KEYS);
-    for (; t < count; t++)
-        rotate_rows(rows + t * width, k + t * k_distance, k_distance, z + t * z_distance, z_distance, b, rank,
-                    cos + t * cos_distance, cos_distance, sin + t * sin_distance, sin_distance, width, 1);
-    return rows;
-}
-
 /* Scores to probabilities relative to the maximum so far; returns what earlier sums have to be multiplied by. */
 INLINE float normalise_tile(float *scores, int64_t count, struct sums *sums, float scale, float softcap)
 {
@@ -324,10 +146,7 @@ static void attend_piece(const struct decode_call *call, const struct piece *pie
     float q[MAX_GROUP * MAX_HEAD_DIM], buffer[TILE * MAX_HEAD_DIM], probs[MAX_GROUP][TILE], keep[MAX_GROUP];
     float expanded[TILE * MAX_HEAD_DIM], key_b[MAX_KEY_RANK * MAX_HEAD_DIM];
 
-    for (int64_t r = 0; r < call->key_rank; r++)
-        for (int64_t d = 0; d < width; d++)
-            key_b[r * width + d] =
-                read_one(call->key_b, piece->kv_head * call->key_b_head + r * call->key_b_rank + d, call->dtype);
+    read_key_b(&call->key, piece->kv_head, width, call->dtype, key_b);
     for (int64_t g = 0; g < group; g++) {
         int64_t at = piece->seq * call->q_seq + (piece->kv_head * group + g) * call->q_head;
         for (int64_t d = 0; d < width; d++)
@@ -352,8 +171,8 @@ static void attend_piece(const struct decode_call *call, const struct piece *pie
                              call->dtype, buffer, &distance);
         else
             rows = read_rows(call->k, keys_at, call->k_token, count, width, call->dtype, buffer, &distance);
-        if (call->key_rank) {
-            rows = expand_keys(call, rows, distance, key_b, key, count, expanded);
+        if (call->key.rank) {
+            rows = expand_keys(&call->key, rows, distance, key_b, key, count, width, call->dtype, expanded);
             distance = width;
         }
         for (int64_t g = 0; g < group; g++) {
@@ -422,7 +241,7 @@ int precache_decode(const struct decode_call *call)
     if (group > MAX_GROUP || call->head_dim > MAX_HEAD_DIM || call->head_dim % LANES || call->rank > MAX_RANK)
         return 1;
     const int by_row = call->k_dim == 1 && !call->block_table;
-    if (call->key_rank && (call->key_rank > MAX_KEY_RANK || call->head_dim % (2 * LANES) || !by_row))
+    if (call->key.rank && (call->key.rank > MAX_KEY_RANK || call->head_dim % (2 * LANES) || !by_row))
         return 1;
     int64_t num_pieces = 0, keys = 0;
     for (int64_t s = 0; s < call->num_seqs; s++) {

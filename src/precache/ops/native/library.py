@@ -1,4 +1,4 @@
-"""The compiled kernel as ctypes sees it: `struct decode_call` of decode.c, field by field."""
+"""The compiled kernels as ctypes sees them: the structs of the C files, field by field."""
 
 from __future__ import annotations
 
@@ -11,52 +11,83 @@ import torch
 from precache.ops.native.build import LIBRARY, source_id
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MAX_GROUP, MAX_HEAD_DIM, MAX_RANK, MAX_KEY_RANK, LANES = 16, 256, 256, 64, 8  # as in decode.c
-
-_POINTERS = "q k v z b out lse block_table first end slots key_z key_b cos sin"
-_SIZES = "num_seqs num_heads num_kv_heads head_dim rank key_rank block_size max_blocks"
-_STRIDES = (
-    "q_seq q_head out_seq out_head k_block k_head k_token k_dim v_block v_head v_token "
-    "z_block z_token z_slot b_slot b_head b_rank "
-    "key_z_token key_b_head key_b_rank cos_token sin_token"
-)
+# As in common.h.
+MAX_GROUP, MAX_HEAD_DIM, MAX_RANK, MAX_KEY_RANK, LANES = 16, 256, 256, 64, 8
 
 
-class DecodeCall(ctypes.Structure):
-    """The arguments of one call; decode.c says what they mean."""
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class KeyStripCall(ctypes.Structure):
+    """Keys' low-rank part, in both calls; common.h says what it means."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
-        *((name, ctypes.c_int64) for name in f"{_SIZES} {_STRIDES}".split()),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("dtype", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
+        *_fields(ctypes.c_void_p, "z b cos sin"),
+        *_fields(ctypes.c_int64, "rank z_token b_head b_rank cos_token sin_token"),
     ]
 
 
+class DecodeCall(ctypes.Structure):
+    """The arguments of one decode step; decode.c says what they mean."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "q k v z b out lse block_table first end slots"),
+        ("key", KeyStripCall),
+        *_fields(ctypes.c_int64, "num_seqs num_heads num_kv_heads head_dim rank"),
+        *_fields(ctypes.c_int64, "block_size max_blocks q_seq q_head out_seq out_head"),
+        *_fields(ctypes.c_int64, "k_block k_head k_token k_dim v_block v_head v_token"),
+        *_fields(ctypes.c_int64, "z_block z_token z_slot b_slot b_head b_rank"),
+        *_fields(ctypes.c_float, "scale softcap"),
+        *_fields(ctypes.c_int32, "dtype threads"),
+    ]
+
+
+class PrefillCall(ctypes.Structure):
+    """The arguments of one prefill; prefill.c says what they mean."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "q k v z b out lse"),
+        ("key", KeyStripCall),
+        *_fields(ctypes.c_int64, "num_heads num_kv_heads q_len kv_len head_dim rank position"),
+        *_fields(ctypes.c_int64, "window q_head q_row out_head out_row k_head k_token"),
+        *_fields(ctypes.c_int64, "v_head v_token z_token b_head b_rank"),
+        *_fields(ctypes.c_float, "scale softcap"),
+        *_fields(ctypes.c_int32, "dtype threads"),
+    ]
+
+
+Call = DecodeCall | PrefillCall
+_FUNCTIONS: dict[type[Call], str] = {
+    DecodeCall: "precache_decode",
+    PrefillCall: "precache_prefill",
+}
+
+
 @functools.cache
-def load() -> tuple[Any, str | None]:
-    """The function, or None and why there is none. torch is loaded by now, and so is the OpenMP runtime it brought."""
+def load() -> tuple[dict[type[Call], Any], str | None]:
+    """The functions, or none and why. torch is loaded by now, and so is the OpenMP runtime it brought."""
     if not LIBRARY.is_file():
-        return None, "it was not compiled: python -m precache.ops.native does it, with cc"
+        return {}, "it was not compiled: python -m precache.ops.native does it, with cc"
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        built_from, decode = library.precache_source_id, library.precache_decode
+        built_from = library.precache_source_id
+        functions = {call: getattr(library, name) for call, name in _FUNCTIONS.items()}
     except (OSError, AttributeError) as error:
-        return None, f"{LIBRARY} cannot be loaded ({error}): python -m precache.ops.native"
+        return {}, f"{LIBRARY} cannot be loaded ({error}): python -m precache.ops.native"
     built_from.restype = ctypes.c_uint64
     if built_from() != source_id():
-        return None, f"{LIBRARY} is of another version: python -m precache.ops.native"
-    decode.argtypes, decode.restype = [ctypes.POINTER(DecodeCall)], ctypes.c_int
-    return decode, None
+        return {}, f"{LIBRARY} is of another version: python -m precache.ops.native"
+    for call, function in functions.items():
+        function.argtypes, function.restype = [ctypes.POINTER(call)], ctypes.c_int
+    return functions, None
 
 
-def run(call: DecodeCall) -> None:
-    """Run the kernel on tensors that the caller keeps alive. Raises MemoryError."""
-    decode, reason = load()
-    assert decode is not None, reason
-    status = decode(call)
+def run(call: Call) -> None:
+    """Run a kernel on tensors that the caller keeps alive. Raises MemoryError."""
+    functions, reason = load()
+    assert functions, reason
+    status = functions[type(call)](call)
     if status == 2:
-        raise MemoryError("attention: no memory for the partial sums of a decode step")
+        raise MemoryError("attention: no memory for partial sums")
     assert status == 0, "a shape that `fits` should have refused"
