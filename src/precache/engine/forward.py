@@ -15,6 +15,7 @@ from torch import Tensor
 from precache.adapters.bank import Adapter, AdapterBank
 from precache.cache.trajectory import KvBuffers, Strip, Trajectory
 from precache.engine.policies.base import PassSpec, StripReader
+from precache.engine.products import Products
 from precache.engine.work import Work
 from precache.ops import attention_mass, lora_attention, merge_attention
 from precache.ops.contract import AttentionOutput, KeyStrip, ValueStrip
@@ -91,11 +92,13 @@ class Forward:
         bank: AdapterBank,
         rope_tables: RopeTables,
         backend: str,
+        products: Products,
         work: Work,
         *,
         keys_values_only: bool = False,
     ) -> None:
         self.work = work
+        self.products = products
         self.lanes: list[tuple[slice, Lane]] = []
         self.keys_values_only = keys_values_only
         self._bank = bank
@@ -115,7 +118,7 @@ class Forward:
             for write in lane.spec.strips
             if any(write.layout.h_widths)
         ]
-        self._products: tuple[int, int, Tensor] | None = None  # the last: layer, first row, X P
+        self._last_product: tuple[int, int, Tensor] | None = None  # layer, first row, X P
 
     def writes(self, layer: int) -> bool:
         """Whether any lane stores k and v of a layer."""
@@ -137,8 +140,8 @@ class Forward:
                 continue
             module = adapter.module(layer, target)
             if module is not None:
-                low_rank = torch.mm(x[0, rows], module.lora_a.t())
-                y[0, rows].addmm_(low_rank, module.lora_b.t())
+                low_rank = self.products.linear(x[0, rows], module.lora_a)
+                self.products.add(y[0, rows], low_rank, module.lora_b)
                 self.work.add_product(len(low_rank), low_rank.shape[1], x.shape[2] + y.shape[2])
         return y
 
@@ -148,7 +151,7 @@ class Forward:
             if not keys:
                 continue
             stacked, slices = self._bank.stacked_a(layer, target, adapters)
-            z = torch.mm(x[0, rows], stacked.t()) if len(stacked) else None
+            z = self.products.linear(x[0, rows], stacked) if len(stacked) else None
             self.work.add_product(rows.stop - rows.start, stacked.shape[1], len(stacked))
             for key, columns in zip(keys, slices, strict=True):
                 buffer = _strip_tensor(lane.trajectory.strips[key], layer, target)
@@ -169,11 +172,11 @@ class Forward:
         stack = None if columns is None else columns.stack(layer)
         if place is None or stack is None:
             return 0.0
-        if self._products is None or self._products[:2] != (layer, rows.start):
-            product = torch.mm(x[0, rows], stack.t())
+        if self._last_product is None or self._last_product[:2] != (layer, rows.start):
+            product = self.products.linear(x[0, rows], stack)
             self.work.add_product(len(product), stack.shape[1], stack.shape[0])
-            self._products = layer, rows.start, product
-        return self._products[2][:, place]
+            self._last_product = layer, rows.start, product
+        return self._last_product[2][:, place]
 
     def keep_hidden(self, layer: int, hidden_states: Tensor) -> None:
         """Store the hidden states [1, rows, hidden] that enter a layer in the strips that keep them."""

@@ -38,10 +38,11 @@ class LoraProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [1, rows, in] -> [1, rows, out]."""
-        y: Tensor = self.base(x)
         forward = self._running.current
         if forward is None:
-            return y
+            unadapted: Tensor = self.base(x)
+            return unadapted
+        y = forward.products.apply(self.base, x)
         forward.work.add_product(x.shape[1], x.shape[2], y.shape[2])
         return forward.add_lora(y, x, self.layer, self.target, folded=False)
 
@@ -78,7 +79,7 @@ class CachedProjection(LoraProjection):
         forward.write_strips(x, self.layer, self.target)
         if not forward.writes(self.layer):
             return _unused(x, self._width)
-        y: Tensor = self.base(x)
+        y = forward.products.apply(self.base, x)
         forward.work.add_product(x.shape[1], x.shape[2], y.shape[2])
         return forward.add_lora(y, x, self.layer, self.target, folded=True)
 

@@ -31,6 +31,7 @@ from precache.engine.hooks import (
     register_attention,
     run_layer,
 )
+from precache.engine.products import Products
 from precache.engine.work import Work
 from precache.errors import ConfigError, ModelError, UnsupportedModelError
 from precache.ops import BackendUnavailableError, UnknownBackendError, choose_backend
@@ -86,6 +87,7 @@ class BackboneModel:
         self.eos_token_ids = _eos_token_ids(model)
         self.key_norms = config.model_type in KEY_NORMS
         self._backend = backend
+        self._products = Products(weight)
         self._running = RunningForward()
         self._forward_lock = threading.Lock()  # engines that share the model run one at a time
         self._layer_types = _layer_types(config)
@@ -152,7 +154,13 @@ class BackboneModel:
     ) -> Forward:
         """A pass over the lanes that has not run anything."""
         return Forward(
-            lanes, bank, self.rope_tables, self._backend, work, keys_values_only=keys_values_only
+            lanes,
+            bank,
+            self.rope_tables,
+            self._backend,
+            self._products,
+            work,
+            keys_values_only=keys_values_only,
         )
 
     @contextmanager
@@ -225,7 +233,7 @@ class BackboneModel:
         if hidden_states.shape[1] == _NO_ROWS:
             return torch.empty((0, self.shape.vocab_size), device=self.device)
         work.add_product(hidden_states.shape[1], hidden_states.shape[2], self.shape.vocab_size)
-        logits: Tensor = self.head(self.decoder.norm(hidden_states))[0].float()
+        logits = self._products.apply(self.head, self.decoder.norm(hidden_states))[0].float()
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
