@@ -244,7 +244,7 @@ def test_prefill_with_everything_matches_the_definition(
 @needs_the_kernel
 @pytest.mark.usefixtures("prefills")
 @pytest.mark.parametrize("position", [0, 37, 59, 2**40])
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("window", [None, 7, 2**40 - 20, 2**62])
 @pytest.mark.parametrize("kv_start", [0, 45])
 def test_prefill_at_any_position_matches_the_definition(
     position: int, window: int | None, kv_start: int

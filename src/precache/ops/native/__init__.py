@@ -35,6 +35,7 @@ from precache.ops.paged import PagedInputs
 __all__ = ["attend", "attend_paged", "fits", "obstacle"]
 
 _INT32_MAX = 2**31 - 1
+_FAR = 2**62  # beyond every position, and no overflow when one is added
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -97,7 +98,7 @@ def _prefill(inputs: AttentionInputs) -> AttentionOutput:
     call = _fill(PrefillCall(), inputs, num_heads, num_kv_heads, out, lse)
     call.q_len, call.kv_len = q_len, kv_len
     call.position = int(inputs.q_positions) - inputs.kv_start
-    call.window = min(inputs.window or 0, _INT32_MAX)
+    call.window = min(inputs.window or 0, _FAR)
     call.q_row, call.out_row = inputs.q.stride(1), out.stride(1)
     _fill_one_sequence(call, inputs, out)
     run(call)
