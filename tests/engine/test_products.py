@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from precache.engine import products
 from precache.engine.products import Products
+from tests.engine.setup import Setup
+from tests.engine.trajectories import tokens
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -96,3 +98,24 @@ def test_adding_adds_in_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
         y = torch.ones(5, 40, dtype=dtype)
         Products(x).add(y, x, weight)
         torch.testing.assert_close(y, 1 + x @ weight.t(), atol=0.1, rtol=0.02)
+
+
+def test_every_product_of_a_pass_is_made_while_the_model_is_held(
+    llama: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's too: engines that share a model share the workspace of its products."""
+    engine = llama.engine(dtype="bfloat16")
+    held: list[bool] = []
+    take = products.Workspace.take
+
+    def watched(self: products.Workspace, *args: object) -> Tensor:
+        held.append(engine.model._forward_lock.locked())
+        return take(self, *args)
+
+    emulated(monkeypatch)
+    monkeypatch.setattr(engine.model, "_products", Products(engine.model.head.weight))
+    monkeypatch.setattr(products.Workspace, "take", watched)
+    engine.score("plan", tokens(10), tokens(6, seed=1))
+    heads_and_layers = 2 * 7
+    assert len(held) > heads_and_layers
+    assert all(held)

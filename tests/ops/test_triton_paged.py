@@ -106,6 +106,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str]] = {
     "heads that do not divide": ({"q": VALID.q[:, :5]}, "num_heads", "a multiple of"),
     "v_base of other pages": ({"v_base": VALID.v_base[1:]}, "v_base.shape", "[21, 8, 2, 16]"),
     "k of another dtype": ({"k": VALID.k.half()}, "k.dtype", "torch.float32"),
+    "q transposed in memory": (
+        {"q": VALID.q.transpose(1, 2).contiguous().transpose(1, 2)},
+        "q.stride(-1)",
+        "1",
+    ),
     "k transposed in memory": (
         {"k": VALID.k.transpose(2, 3).contiguous().transpose(2, 3)},
         "k.stride(-1)",

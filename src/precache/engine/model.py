@@ -142,7 +142,7 @@ class BackboneModel:
                 hidden_states = self.run_layer(index, hidden_states, rope, forward)
             forward.keep_hidden(last, hidden_states)
             hidden_states = self._run_last(hidden_states, rope, lanes, forward, bank)
-        return self._logits(hidden_states, work)
+            return self._logits(hidden_states, work)  # the products' workspace is the model's
 
     def start(
         self,

@@ -19,6 +19,8 @@ class Products:
     CPUs without instructions for 16-bit products emulate them at a hundredth of the speed. There many rows are
     multiplied in float32 and rounded once, with weights that are widened while they are used; a single row, a decode
     step, is bound by reading the weights, and torch reads them as they are: half the bytes of float32.
+
+    Not for two threads at once: the widened weights lie in one workspace.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -40,12 +42,13 @@ class Products:
             return functional.linear(x, weight)
         flat = x.reshape(rows, -1)
         if rows <= _FEW_ROWS:
-            y = torch.cat([functional.linear(row, weight) for row in flat.split(1)])
+            y = torch.cat([functional.linear(row.unsqueeze(0), weight) for row in flat])
         else:
             y, wide_x = x.new_empty(rows, weight.shape[0]), flat.float()
             at_once = max(1, _WIDENED // weight.shape[1])
-            for out, part in zip(y.split(at_once, dim=1), weight.split(at_once), strict=True):
-                out.copy_(functional.linear(wide_x, self._widened(part)))
+            for start in range(0, weight.shape[0], at_once):
+                outputs = slice(start, start + at_once)
+                y[:, outputs] = functional.linear(wide_x, self._widened(weight[outputs]))
         return y.view(*x.shape[:-1], -1)
 
     def _widened(self, weight: Tensor) -> Tensor:

@@ -122,6 +122,7 @@ def _check_attended(q: Tensor, k: Tensor, v_base: Tensor) -> None:
         )
     if not q.is_floating_point():
         raise AttentionContractError("q.dtype", q.dtype, "a floating point dtype")
+    _check_like("q", q, q)
     _check_like("k", k, q)
     _check_like("v_base", v_base, q)
 

@@ -90,6 +90,7 @@ def check_paged(inputs: PagedInputs, keys_by_column: bool = False) -> None:
         raise AttentionContractError(
             "num_heads", q.shape[1], f"a multiple of num_kv_heads={k.shape[2]}"
         )
+    _check_tensor("q", q, q.shape, q)
     by_column = keys_by_column and k.stride(3) != 1
     _check_tensor("k", k, k.shape, q, dense=1 if by_column else -1)
     _check_tensor("v_base", inputs.v_base, k.shape, q)
