@@ -21,6 +21,7 @@ from precache.ops import (
     reference,
 )
 from precache.ops.backends import choose_backend
+from precache.ops.contract import AttentionInputs
 from precache.ops.native import build, library
 from precache.ops.paged import PagedStrips, paged_lora_attention
 from tests.ops.cases import Case, in_float32
@@ -41,6 +42,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def assert_rounded_once(inputs: AttentionInputs) -> None:
+    """Half precision in and out, float32 between."""
+    dtype = inputs.q.dtype
+    exact, got = reference.attend(in_float32(inputs)), native.attend(inputs)
+    assert got.out.dtype == dtype
+    ulp = torch.finfo(dtype).eps * exact.out.abs()
+    assert bool(((got.out.float() - exact.out).abs() <= 0.51 * ulp + 1e-5).all())
+    torch.testing.assert_close(got.lse, exact.lse, atol=1e-4, rtol=1e-5)
 
 
 # Around the ends of a tile (32 keys) and of a piece (512).
@@ -116,11 +127,7 @@ def test_half_precision_is_rounded_once(
 ) -> None:
     case = Case(kv_len=700, rank=8, key_rank=key_rank, head_dim=head_dim, dtype=dtype)
     inputs = case.inputs()
-    exact, got = reference.attend(in_float32(inputs)), native.attend(inputs)
-    assert got.out.dtype == dtype
-    ulp = torch.finfo(dtype).eps * exact.out.abs()
-    assert bool(((got.out.float() - exact.out).abs() <= 0.51 * ulp + 1e-5).all())
-    torch.testing.assert_close(got.lse, exact.lse, atol=1e-4, rtol=1e-5)
+    assert_rounded_once(inputs)
 
 
 @needs_the_kernel
@@ -262,11 +269,7 @@ def test_prefill_in_half_precision_is_rounded_once(
     dtype: torch.dtype, key_rank: int | None
 ) -> None:
     inputs = Case(q_len=40, kv_len=700, rank=8, key_rank=key_rank, dtype=dtype).inputs()
-    exact, got = reference.attend(in_float32(inputs)), native.attend(inputs)
-    assert got.out.dtype == dtype
-    ulp = torch.finfo(dtype).eps * exact.out.abs()
-    assert bool(((got.out.float() - exact.out).abs() <= 0.51 * ulp + 1e-5).all())
-    torch.testing.assert_close(got.lse, exact.lse, atol=1e-4, rtol=1e-5)
+    assert_rounded_once(inputs)
 
 
 @needs_the_kernel

@@ -42,9 +42,13 @@ class LoraProjection(nn.Module):
         if forward is None:
             unadapted: Tensor = self.base(x)
             return unadapted
+        return self._project(forward, x, folded=False)
+
+    def _project(self, forward: Forward, x: Tensor, *, folded: bool) -> Tensor:
+        """The base product plus the LoRA of every lane, with ``folded`` only of folded lanes."""
         y = forward.products.apply(self.base, x)
         forward.work.add_product(x.shape[1], x.shape[2], y.shape[2])
-        return forward.add_lora(y, x, self.layer, self.target, folded=False)
+        return forward.add_lora(y, x, self.layer, self.target, folded=folded)
 
 
 class QueryProjection(LoraProjection):
@@ -79,9 +83,7 @@ class CachedProjection(LoraProjection):
         forward.write_strips(x, self.layer, self.target)
         if not forward.writes(self.layer):
             return _unused(x, self._width)
-        y = forward.products.apply(self.base, x)
-        forward.work.add_product(x.shape[1], x.shape[2], y.shape[2])
-        return forward.add_lora(y, x, self.layer, self.target, folded=True)
+        return self._project(forward, x, folded=True)
 
 
 def _unused(x: Tensor, width: int) -> Tensor:

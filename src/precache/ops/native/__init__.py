@@ -162,18 +162,18 @@ def _fill_one_sequence(
         call.rank, call.z_token = _rank(inputs), strip.z.stride(0)
         call.b_head, call.b_rank = strip.b.stride()[:2]
     if inputs.k_lora is not None:
-        z, b, cos, sin = (getattr(inputs.k_lora, name) for name in ("z", "b", "cos", "sin"))
+        keys = inputs.k_lora
         call.key = KeyStripCall(
-            z=z.data_ptr(),
-            b=b.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            rank=z.shape[1],
-            z_token=z.stride(0),
-            b_head=b.stride(0),
-            b_rank=b.stride(1),
-            cos_token=cos.stride(0),
-            sin_token=sin.stride(0),
+            z=keys.z.data_ptr(),
+            b=keys.b.data_ptr(),
+            cos=keys.cos.data_ptr(),
+            sin=keys.sin.data_ptr(),
+            rank=keys.z.shape[1],
+            z_token=keys.z.stride(0),
+            b_head=keys.b.stride(0),
+            b_rank=keys.b.stride(1),
+            cos_token=keys.cos.stride(0),
+            sin_token=keys.sin.stride(0),
         )
 
 

@@ -138,19 +138,19 @@ struct key_strip {
     int64_t rank, z_token, b_head, b_rank, cos_token, sin_token;
 };
 
-/* The b of a KV head, packed. */
-INLINE void read_key_b(const struct key_strip *strip, int64_t kv_head, int64_t width, int dtype, float *b)
+/* Whether a call's shapes are more than the kernels take. */
+INLINE int beyond_limits(int64_t group, int64_t width, int64_t rank, int64_t key_rank)
 {
-    for (int64_t r = 0; r < strip->rank; r++)
-        for (int64_t d = 0; d < width; d++)
-            b[r * width + d] = read_one(strip->b, kv_head * strip->b_head + r * strip->b_rank + d, dtype);
+    if (group > MAX_GROUP || width > MAX_HEAD_DIM || width % LANES || rank > MAX_RANK || key_rank > MAX_KEY_RANK)
+        return 1;
+    return key_rank && width % (2 * LANES);
 }
 
 /* rows[t] = keys[t] + rotate(z[t] b) for `keys` tokens, with rotate(x) = x cos + rotate_half(x) sin. The vectors of b are
  * read once for all of them. */
 INLINE void rotate_rows(float *rows, const float *k, int64_t k_distance, const float *z, int64_t z_distance,
-                        const float *b, int64_t rank, const float *cos, int64_t cos_distance, const float *sin,
-                        int64_t sin_distance, int64_t width, int keys)
+                        const float *b, int64_t b_distance, int64_t rank, const float *cos, int64_t cos_distance,
+                        const float *sin, int64_t sin_distance, int64_t width, int keys)
 {
     const int64_t half = width / 2;
     for (int64_t d = 0; d < half; d += LANES) {
@@ -158,7 +158,8 @@ INLINE void rotate_rows(float *rows, const float *k, int64_t k_distance, const f
         for (int t = 0; t < keys; t++)
             low[t] = high[t] = (vec){0};
         for (int64_t r = 0; r < rank; r++) {
-            const vec b_low = *(const vec *)(b + r * width + d), b_high = *(const vec *)(b + r * width + half + d);
+            const float *at = b + r * b_distance + d;
+            const vec b_low = *(const vec *)at, b_high = *(const vec *)(at + half);
             for (int t = 0; t < keys; t++) {
                 low[t] += z[t * z_distance + r] * b_low;
                 high[t] += z[t * z_distance + r] * b_high;
@@ -174,9 +175,9 @@ INLINE void rotate_rows(float *rows, const float *k, int64_t k_distance, const f
     }
 }
 
-/* Keys with their low-rank part, `count` of them from the token `key` on, TILE at most; `b` is that of the KV head, packed. */
+/* Keys with their low-rank part, `count` of them from the token `key` on, TILE at most; `b` is that of the KV head. */
 INLINE const float *expand_keys(const struct key_strip *strip, const float *k, int64_t k_distance, const float *b,
-                                int64_t key, int64_t count, int64_t width, int dtype, float *rows)
+                                int64_t b_distance, int64_t key, int64_t count, int64_t width, int dtype, float *rows)
 {
     const int64_t rank = strip->rank;
     float z_rows[TILE * MAX_KEY_RANK], cos_rows[TILE * MAX_HEAD_DIM], sin_rows[TILE * MAX_HEAD_DIM];
@@ -188,11 +189,11 @@ INLINE const float *expand_keys(const struct key_strip *strip, const float *k, i
     const float *sin =
         read_rows(strip->sin, key * strip->sin_token, strip->sin_token, count, width, dtype, sin_rows, &sin_distance);
     for (; t + KEYS <= count; t += KEYS)
-        rotate_rows(rows + t * width, k + t * k_distance, k_distance, z + t * z_distance, z_distance, b, rank,
-                    cos + t * cos_distance, cos_distance, sin + t * sin_distance, sin_distance, width, KEYS);
+        rotate_rows(rows + t * width, k + t * k_distance, k_distance, z + t * z_distance, z_distance, b,
+                    b_distance, rank, cos + t * cos_distance, cos_distance, sin + t * sin_distance, sin_distance, width, KEYS);
     for (; t < count; t++)
-        rotate_rows(rows + t * width, k + t * k_distance, k_distance, z + t * z_distance, z_distance, b, rank,
-                    cos + t * cos_distance, cos_distance, sin + t * sin_distance, sin_distance, width, 1);
+        rotate_rows(rows + t * width, k + t * k_distance, k_distance, z + t * z_distance, z_distance, b,
+                    b_distance, rank, cos + t * cos_distance, cos_distance, sin + t * sin_distance, sin_distance, width, 1);
     return rows;
 }
 

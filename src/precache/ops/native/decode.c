@@ -144,9 +144,11 @@ static void attend_piece(const struct decode_call *call, const struct piece *pie
     const int32_t *table = call->block_table ? call->block_table + piece->seq * call->max_blocks : NULL;
     const int by_column = call->k_dim != 1;
     float q[MAX_GROUP * MAX_HEAD_DIM], buffer[TILE * MAX_HEAD_DIM], probs[MAX_GROUP][TILE], keep[MAX_GROUP];
-    float expanded[TILE * MAX_HEAD_DIM], key_b[MAX_KEY_RANK * MAX_HEAD_DIM];
+    float expanded[TILE * MAX_HEAD_DIM], key_b_rows[MAX_KEY_RANK * MAX_HEAD_DIM];
+    int64_t key_b_distance;
+    const float *key_b = read_rows(call->key.b, piece->kv_head * call->key.b_head, call->key.b_rank, call->key.rank, width,
+                                   call->dtype, key_b_rows, &key_b_distance);
 
-    read_key_b(&call->key, piece->kv_head, width, call->dtype, key_b);
     for (int64_t g = 0; g < group; g++) {
         int64_t at = piece->seq * call->q_seq + (piece->kv_head * group + g) * call->q_head;
         for (int64_t d = 0; d < width; d++)
@@ -172,7 +174,7 @@ static void attend_piece(const struct decode_call *call, const struct piece *pie
         else
             rows = read_rows(call->k, keys_at, call->k_token, count, width, call->dtype, buffer, &distance);
         if (call->key.rank) {
-            rows = expand_keys(&call->key, rows, distance, key_b, key, count, width, call->dtype, expanded);
+            rows = expand_keys(&call->key, rows, distance, key_b, key_b_distance, key, count, width, call->dtype, expanded);
             distance = width;
         }
         for (int64_t g = 0; g < group; g++) {
@@ -238,10 +240,8 @@ uint64_t precache_source_id(void) { return SOURCE_ID; }
 int precache_decode(const struct decode_call *call)
 {
     const int64_t group = call->num_heads / call->num_kv_heads, each = call->head_dim + call->rank;
-    if (group > MAX_GROUP || call->head_dim > MAX_HEAD_DIM || call->head_dim % LANES || call->rank > MAX_RANK)
-        return 1;
     const int by_row = call->k_dim == 1 && !call->block_table;
-    if (call->key.rank && (call->key.rank > MAX_KEY_RANK || call->head_dim % (2 * LANES) || !by_row))
+    if (beyond_limits(group, call->head_dim, call->rank, call->key.rank) || (call->key.rank && !by_row))
         return 1;
     int64_t num_pieces = 0, keys = 0;
     for (int64_t s = 0; s < call->num_seqs; s++) {

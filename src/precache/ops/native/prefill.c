@@ -249,13 +249,13 @@ static void attend_block(const struct prefill_call *call, const struct block *bl
     const int64_t width = call->head_dim, group = call->num_heads / call->num_kv_heads, rank = call->rank;
     _Alignas(64) float scores[ROWS * TILE];
     float keep[ROWS];
-    const float *b = NULL;
-    int64_t b_distance = 0;
+    int64_t b_distance, key_b_distance;
+    const float *b =
+        read_rows(call->b, block->kv_head * call->b_head, call->b_rank, rank, width, call->dtype, room.b, &b_distance);
+    const float *key_b = read_rows(call->key.b, block->kv_head * call->key.b_head, call->key.b_rank, call->key.rank, width,
+                                   call->dtype, room.key_b, &key_b_distance);
 
     read_queries(call, block, rows, room.q);
-    read_key_b(&call->key, block->kv_head, width, call->dtype, room.key_b);
-    if (rank)
-        b = read_rows(call->b, block->kv_head * call->b_head, call->b_rank, rank, width, call->dtype, room.b, &b_distance);
     memset(sums, 0, (size_t)(rows * width) * sizeof *sums);
     for (int64_t row = 0; row < rows; row++) {
         maxima[row] = -FLT_MAX; /* not -INFINITY, from which a score of -INFINITY has no distance */
@@ -267,7 +267,7 @@ static void attend_block(const struct prefill_call *call, const struct block *bl
         const float *k = read_rows(call->k, block->kv_head * call->k_head + key * call->k_token, call->k_token, count,
                                    width, call->dtype, room.buffer, &distance);
         if (call->key.rank) {
-            k = expand_keys(&call->key, k, distance, room.key_b, key, count, width, call->dtype, room.expanded);
+            k = expand_keys(&call->key, k, distance, key_b, key_b_distance, key, count, width, call->dtype, room.expanded);
             distance = width;
         }
         lay_out(room.columns, k, distance, count, width);
@@ -356,9 +356,7 @@ static int64_t lay_room(const struct prefill_call *call, int64_t rows, int64_t n
 int precache_prefill(const struct prefill_call *call)
 {
     const int64_t group = call->num_heads / call->num_kv_heads, width = call->head_dim;
-    if (group > MAX_GROUP || width > MAX_HEAD_DIM || width % LANES || call->rank > MAX_RANK)
-        return 1;
-    if (call->key.rank && (call->key.rank > MAX_KEY_RANK || width % (2 * LANES)))
+    if (beyond_limits(group, width, call->rank, call->key.rank))
         return 1;
     const int64_t queries = at_most(MAX_ROWS / group, call->q_len); /* of a block */
     const int64_t rows = (queries * group + ROWS - 1) / ROWS * ROWS;
